@@ -1,5 +1,5 @@
 "The adapters against the real frameworks, where they are installed."
-import io, math, os, pickle, sys, types, warnings
+import copy, io, math, os, pickle, sys, types, warnings
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ def poison(net): net[0].weight.data[0] = math.nan
     ("lightning.pytorch", "lightning", lightning_governor), ("fastai.callback.core", "fastai", fastai_governor),
     ("skorch.callbacks", "skorch", skorch_governor)], ids=lambda x: x if isinstance(x, str) else "")
 def test_a_framework_that_is_missing_is_named_with_what_installs_it(monkeypatch, module, package, adapter):
-    monkeypatch.setitem(sys.modules, module, None)
+    for name in (module, "pytorch_lightning"): monkeypatch.setitem(sys.modules, name, None)
     said = f"{module} is not installed; install it with `pip install {package}`"
     with pytest.raises(RuntimeError, match=said): adapter(chance_loss=None)
 
@@ -62,6 +62,25 @@ def lightning_run(pl, tmp_path, callback, fault=None, at=(90,), batches=150, ckp
         warnings.simplefilter("ignore")
         fit.fit(model, data, ckpt_path=ckpt)
     return model, fit
+
+def test_a_lightning_callback_is_copied_and_pickled(pl, tmp_path):
+    "A library that saves its model with all that it was made with could not: the class could not be pickled."
+    guard = lightning_governor(CHANCE, "epoch", metric="train_loss")
+    lightning_run(pl, tmp_path, guard, batches=3)
+    for clone in (copy.deepcopy(guard), pickle.loads(pickle.dumps(guard))):
+        assert guard.governor is not None and clone.governor is None
+        lightning_run(pl, tmp_path, clone, batches=3)
+        assert clone.governor is not guard.governor and clone.governor.watched == 3
+        assert clone.governor.chance_loss == guard.governor.chance_loss
+        assert clone.governor.config == guard.governor.config
+
+def test_lightning_has_two_names(monkeypatch):
+    "What is built on it mostly needs `pytorch_lightning`, so that the other one is not there."
+    there = types.ModuleType("pytorch_lightning")
+    there.Callback = type("Callback", (), {})
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", there)
+    assert isinstance(lightning_governor(CHANCE), there.Callback)
 
 @pytest.mark.slow
 def test_lightning_stops_at_the_end_of_the_budget(pl, tmp_path):

@@ -1,9 +1,13 @@
 "Loops as tutorials have them, of kinds that no benchmark has: tiny, each with what went wrong there."
 import copy
+import functools
+import itertools
 import multiprocessing
 import os
 import resource
+import threading
 from collections import UserDict
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -125,6 +129,43 @@ def test_several_optimizers_as_one_are_parts_each():
     governor = Governor(*nets, several, chance_loss=None)
     assert {"model", "model2", "optimizer", "optimizer2"} <= set(governor.snapshot.parts)
     assert [governor.snapshot.objects[k] for k in ("optimizer", "optimizer2")] == list(several.optimizers)
+
+
+class LateOptim:
+    "Makes an optimizer for a parameter when it meets it, as Pyro's do; it has no state of its own, and is called."
+    def __init__(self, make): self.make, self.optim_objs = make, {}
+    def __call__(self, params):
+        for p in params:
+            made = self.optim_objs.setdefault(p, None) or self.make([p])
+            self.optim_objs[p] = made
+            getattr(made, "optimizer", made).step()
+            p.grad = None
+
+def scheduled(params): return torch.optim.lr_scheduler.ExponentialLR(torch.optim.Adam(params, .01), 1.)
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, scheduled])
+def test_optimizers_that_are_made_in_the_first_step_are_parts_after_it(make):
+    "A Governor of such an optimizer was an error that named no way out, and without it a raised rate had no cause."
+    torch.manual_seed(0)
+    net, optim = nn.Linear(4, 1), LateOptim(make)
+    with pytest.raises(ValueError, match="hand it over after that step"): Governor(net, optim, chance_loss=None)
+    def step(x):
+        loss = net(x).square().mean()
+        loss.backward()
+        optim(list(net.parameters()))
+        return loss.item()
+    step(torch.ones(8, 4))
+    governor = Governor(net, optim, chance_loss=None, config=OFTEN)
+    mine = [getattr(o, "optimizer", o) for o in optim.optim_objs.values()]
+    assert [governor.snapshot.objects[k] for k in ("optimizer", "optimizer2")] == mine
+    for k, x in enumerate(torch.randn(60, 8, 4)):
+        if k == 40: net.weight.data[0, 0] = torch.nan
+        governor.run(step, x)
+    report, = governor.reports
+    assert report.cause == "external" and report.redone > 0
+    assert all(t.isfinite().all() for o in mine for held in o.state.values() for t in held.values())
+    with pytest.raises(ValueError, match="expected an object with state_dict"): # of which the network is the rest
+        Governor(SimpleNamespace(net=net, opt=mine[0]), chance_loss=None)
 
 
 AIM = torch.tensor([[1.], [-2.], [3.], [.5]])
@@ -747,14 +788,25 @@ def test_what_counts_around_the_batches_is_named_and_counts_every_batch_once(aro
     assert f"`governor.batches({type(around([])).__name__}(loader))`" in caplog.text
 
 
+@dataclass(slots=True)
+class Slotted:
+    "A batch without a table of attributes, as libraries make them."
+    x: torch.Tensor
+    y: torch.Tensor | None = None
+    of: tuple = ()
+    def __getitem__(self, k): return getattr(self, k)
+
+@pytest.mark.parametrize("kind", [dict, Slotted, SimpleNamespace])
 @pytest.mark.parametrize("way", ["run", "batches"])
-def test_recorded_batches_of_workers_hold_no_file_descriptors(way):
+def test_recorded_batches_of_workers_hold_no_file_descriptors(way, kind):
     "Each tensor of a worker holds one: recorded steps came to the limit of 1,024, and that ended a healthy loop."
     net = nn.Linear(4, 1)
     opt = torch.optim.SGD(net.parameters(), lr=.01)
     governor = Governor(net, opt, chance_loss=None)
-    def step(batch): return descend(opt, F.mse_loss(net(batch["x"]), batch["of"][0]))
-    given = (dict(x=x.share_memory_(), of=(y.share_memory_(), "labels")) for _, (x, y) in batches(40))
+    def step(batch):
+        x, of = (batch.x, batch.of) if kind is SimpleNamespace else (batch["x"], batch["of"])
+        return descend(opt, F.mse_loss(net(x), of[0]))
+    given = (kind(x=x.share_memory_(), of=(y.share_memory_(), "labels")) for _, (x, y) in batches(40))
     before = len(os.listdir("/proc/self/fd"))
     for batch in governor.batches(given) if way == "batches" else given:
         if way == "run": governor.run(step, batch)
@@ -986,8 +1038,8 @@ def mix_in_place(batch): batch["x"].mul_(.7).add_(batch["x"].flip(0), alpha=.3)
 def pop_labels(batch): batch.pop("y")
 def note_errors(batch): batch["error"] = batch["x"].square().mean(1)
 
-@pytest.mark.parametrize("write", [mix_in_place, pop_labels, note_errors])
-@pytest.mark.parametrize("kind", [dict, UserDict])
+@pytest.mark.parametrize("kind, write", [(Slotted, mix_in_place), *itertools.product(
+    (dict, UserDict), (mix_in_place, pop_labels, note_errors))])
 @pytest.mark.parametrize("way", ["run", "batches"])
 def test_a_step_that_writes_into_its_batch_is_replayed_on_a_copy(write, kind, way):
     def train(guarded):
@@ -1012,6 +1064,29 @@ def test_a_step_that_writes_into_its_batch_is_replayed_on_a_copy(write, kind, wa
     assert report.cause == "external" and report.redone > 0
     assert torch.equal(weight, train(False)[1])
 
+class Labels:
+    "The columns of a table: a library's, which remembers where they are once it was asked."
+    __module__ = "numpy"
+    def __init__(self, *names): self.names, self.version, self._cache = names, object(), {}
+    def find(self, name): return self._cache.setdefault("places", {k: i for i, k in enumerate(self.names)})[name]
+
+class Rows(SimpleNamespace):
+    @functools.cached_property
+    def total(self): return self.x.sum(1)
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+def test_a_batch_that_remembers_what_was_looked_up_was_not_written_into(way):
+    net = nn.Linear(4, 1)
+    opt = torch.optim.Adam(net.parameters(), .01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    def step(batch): return descend(opt, (net(batch.x)[:, batch.labels.find("a")] - batch.total).square().mean())
+    given = [Rows(x=torch.randn(8, 4), labels=Labels("a", "b")) for _ in range(40)]
+    if way == "run":
+        for batch in given: governor.run(step, batch)
+    else:
+        for batch in governor.batches(given): governor.watch(step(batch))
+    assert governor.repairs.dry.exact, governor.repairs.dry
+
 def test_only_batches_that_are_written_into_are_copied():
     net = nn.Linear(4, 1)
     opt = torch.optim.SGD(net.parameters(), .1)
@@ -1034,6 +1109,10 @@ def test_a_memory_is_no_batch_to_copy():
     recorder = StepRecorder(nbytes=80)
     for k, x in enumerate((torch.zeros(9), torch.zeros(2))): recorder.run(lambda x: x.sum(), x, number=k)
     assert recorder.steps[-1].owned and recorder.steps[-1].batch is not x # the first is too large
+    for batch in (Slotted(x=torch.zeros(9)), SimpleNamespace(x=torch.zeros(9))): # in whatever it lies, it is too large
+        recorder = StepRecorder(nbytes=80)
+        recorder.run(lambda b: b.x.sum(), batch, number=0)
+        assert recorder.steps[-1].batch is batch
     graph = Graph(x=torch.zeros(2), layout=object())
     own = own_copy(graph)
     graph.x += 1
@@ -1100,3 +1179,81 @@ def test_searches_in_vain_do_not_spare_the_one_after_an_explosion_with_a_sign():
         governor.watch(against.item() + descend(opts[0], F.softplus(-judge(fake)).mean()))
     report, = governor.reports
     assert (report.reason, report.cause) == ("explosion", "rate") and report.redone
+
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+def test_a_step_that_fails_when_it_is_run_again_ends_no_healthy_loop(way, caplog):
+    "The rehearsal of a loop's body in a copy of the process died of the error, and was made again in the loop itself."
+    torch.manual_seed(0)
+    net, hidden = nn.Linear(4, 1), threading.local()
+    opt, hidden.trained = torch.optim.Adam(net.parameters(), .01), []
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    def step(given):
+        k, x = given
+        if k in hidden.trained: raise KeyError("this batch again")
+        hidden.trained.append(k)
+        return descend(opt, net(x).square().mean())
+    given = list(enumerate(torch.randn(40, 8, 4)))
+    if way == "run":
+        for batch in given: governor.run(step, batch)
+    else:
+        for batch in governor.batches(given): governor.watch(step(batch))
+    assert governor.watched == 40 and not governor.reports
+    assert "your step fails when it is run again" in caplog.text
+
+class BuiltLate(nn.Module):
+    "A library's, that makes its layer in the first step."
+    __module__ = "numpy"
+    def __init__(self):
+        super().__init__()
+        self.inputs = None
+    def forward(self, x):
+        if self.inputs is None: self.inputs, self.layer = x.shape[1], nn.Linear(x.shape[1], 1)
+        return self.layer(x)
+
+class Engine:
+    "A library's, that trains a network, in which nobody can look."
+    __module__ = "numpy"
+    __slots__ = ("net", "make", "opt")
+    def __init__(self, net, make): self.net, self.make, self.opt = net, make, None
+    def train(self, x):
+        loss = self.net(x).square().mean()
+        if self.opt is None: self.opt = self.make(self.net.parameters())
+        return descend(self.opt, loss)
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+def test_a_network_is_recorded_although_only_the_object_of_a_library_runs_it(way):
+    "Its layer was taken out for the rehearsal, and not that it had been made."
+    torch.manual_seed(0)
+    engine = Engine(BuiltLate(), functools.partial(torch.optim.SGD, lr=.01))
+    governor = Governor(engine.net, chance_loss=None, config=OFTEN)
+    given = torch.randn(40, 8, 4)
+    if way == "run":
+        for x in given: governor.run(engine.train, x)
+    else:
+        for x in governor.batches(given): governor.watch(engine.train(x))
+    assert governor.repairs.dry.again, governor.repairs.dry
+
+
+def test_a_loop_goes_on_behind_a_batch_that_makes_its_step_raise():
+    "As the documentation of `batches` advises for NaN in a batch: the error is the loop's, and the run stays the same."
+    def train(guarded, ruined=False):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 3)
+        opt = torch.optim.Adam(net.parameters(), .01)
+        governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+        def step(x):
+            chosen = torch.distributions.Categorical(logits=net(x), validate_args=True)
+            return descend(opt, -chosen.log_prob((x.sum(1) > 0).long()).mean())
+        raised = 0
+        for k in range(40):
+            x = torch.randn(16, 4)
+            if k == 24: x[0] = torch.nan
+            if k == 30 and ruined: net.weight.data[0, 0] = torch.nan
+            try: governor.run(step, x) if guarded else step(x)
+            except ValueError: raised += 1
+        assert raised == 1
+        return net.weight, governor.reports
+    assert torch.equal(train(False)[0], train(True)[0])
+    weight, (report,) = train(True, ruined=True)
+    assert report.cause == "external" and report.redone > 0 and weight.isfinite().all()

@@ -460,6 +460,8 @@ def _instead(obj, name: str) -> str: # of the object
     if isinstance(obj, type): return "this is a class: hand over an object of it"
     if isinstance(obj, (int, float)): return f"keep it as dict({name}={obj!r}), and hand that over"
     if isinstance(obj, Iterator): return "it can be read once only: hand over the model, not model.parameters()"
+    if "optim" in type(obj).__name__.lower():
+        return "if it makes its optimizers in the first step, hand it over after that step"
     return "leave out what stays as it is from step to step"
 
 # %% ../../nbs/core/09_parts.ipynb #e8316a39

@@ -58,7 +58,8 @@ from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLA
     tail_of as tail_of, quick_sum as quick_sum, Watched as Watched, names_of as names_of, kept_of as kept_of,
     marks_of as marks_of, FootprintState as FootprintState, Footprint as Footprint, Ruined as Ruined,
     ruined_in as ruined_in, callers as callers, ruined_around as ruined_around, plays_around as plays_around,
-    NotSeen as NotSeen, content_of as content_of, tensor_digest as tensor_digest, batch_digest as batch_digest)
+    NotSeen as NotSeen, content_of as content_of, tensor_digest as tensor_digest, values_inside as values_inside,
+    batch_digest as batch_digest)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
@@ -96,12 +97,12 @@ from .recorder import (COPIED_FIRST as COPIED_FIRST, GroupRates as GroupRates, H
     RatePeaks as RatePeaks, out_of_shared_memory as out_of_shared_memory, own_copy as own_copy,
     is_cloned as is_cloned, is_data as is_data, StepRecorder as StepRecorder, RecordedIncident as RecordedIncident,
     copy_published as copy_published, why_missing as why_missing, give_inputs as give_inputs,
-    tensors_of as tensors_of, size_of as size_of, same_content as same_content, same_stream as same_stream,
-    keys_of as keys_of, as_key as as_key, with_origins as with_origins, iter_noting as iter_noting,
-    fetch_from as fetch_from, Noting as Noting, NotingIterator as NotingIterator, settings_of as settings_of,
-    stepping as stepping, idle as idle, still_schedules as still_schedules, foreign_optimizers as foreign_optimizers,
-    lower_rates as lower_rates, put_rates_back as put_rates_back, at_share as at_share, Omissions as Omissions,
-    WarmUp as WarmUp)
+    tensors_of as tensors_of, all_tensors_of as all_tensors_of, size_of as size_of, same_content as same_content,
+    same_stream as same_stream, keys_of as keys_of, as_key as as_key, with_origins as with_origins,
+    iter_noting as iter_noting, fetch_from as fetch_from, Noting as Noting, NotingIterator as NotingIterator,
+    settings_of as settings_of, stepping as stepping, idle as idle, still_schedules as still_schedules,
+    foreign_optimizers as foreign_optimizers, lower_rates as lower_rates, put_rates_back as put_rates_back,
+    at_share as at_share, Omissions as Omissions, WarmUp as WarmUp)
 from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
     end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not)

@@ -36,6 +36,13 @@ def _need(module: str, package: str):
     except ImportError:
         raise RuntimeError(f"{module} is not installed; install it with `pip install {package}`") from None
 
+def _need_lightning():
+    "Import Lightning, by whichever of its two names it is installed."
+    try: return _need("lightning.pytorch", "lightning")
+    except RuntimeError:
+        with suppress(ImportError): return importlib.import_module("pytorch_lightning")
+        raise
+
 # %% ../../nbs/guard/32_adapters.ipynb #cb2d2321
 def bar_note(
     bar, # a `tqdm` bar
@@ -257,12 +264,14 @@ class _LightningStep:
 
 def _lightning_callback(chance_loss, config, metric: str, options: Mapping[str, Any]):
     "The class of `lightning_governor`, made when Lightning is there."
-    base: Any = _need("lightning.pytorch", "lightning").Callback
+    base: Any = _need_lightning().Callback
 
     class GovernorCallback(base):
         def __init__(self):
             super().__init__()
             self.guard, self.step = Guard(chance_loss, config, options, streamless="Lightning"), None
+
+        def __reduce__(self): return partial(lightning_governor, chance_loss, config, metric, **options), ()
 
         @property
         def governor(self) -> Governor | None: return self.guard.governor

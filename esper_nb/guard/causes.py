@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from ..core import listed
 from .ranks import Ranks
 from .rates import has_rate, set_setting
-from .recorder import RecordedIncident, RecordedStep, settings_of, tensors_of
+from .recorder import RecordedIncident, RecordedStep, all_tensors_of, settings_of, tensors_of
 from .rehearsal import NEAR, DryReplay, can_fork, in_a_fork
 from .replay import LOW, Changes, LayerWatch, Replay, find_operation, share_of_rate
 from .reports import Evidence, Explanation, logger
@@ -565,7 +565,7 @@ def can_mix(replay: Replay) -> bool:
 def have_one_form(steps: Sequence[RecordedStep]) -> bool:
     "Whether all batches have tensors of the same shapes and types, so that a step bears one in place of another."
     batches = [s.batch if s.fetch is None else s.fetch(s.batch) for s in steps]
-    return len({tuple([(t.dtype, t.shape) for t in tensors_of(b)]) for b in batches}) < 2
+    return len({tuple([(t.dtype, t.shape) for t in all_tensors_of(b)]) for b in batches}) < 2
 
 def out_of_turn(
     steps: Sequence[RecordedStep], # that run where others did

@@ -14,7 +14,7 @@ __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED'
            'StepWalk', 'owned_by_parts', 'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of',
            'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of',
            'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around',
-           'NotSeen', 'content_of', 'tensor_digest', 'batch_digest']
+           'NotSeen', 'content_of', 'tensor_digest', 'values_inside', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -674,6 +674,9 @@ class Walk:
                 self.unseen[0] = Unrestorable("...", f"more than {MOST_OBJECTS} objects")
                 return
             self.follow_names()
+            if not self.todo: # a library's object may run what was handed over
+                parts = [x for x in self.known.values() if isinstance(x, (nn.Module, torch.optim.Optimizer))]
+                self.add(*[(x, type(x).__name__) for x in parts if id(x) not in self.seen])
 
     def follow_names(self):
         "Look at attributes and globals whose names the code uses."
@@ -1445,6 +1448,21 @@ def tensor_digest(
     return id(t), version, some_of(t)
 
 # %% ../../nbs/guard/21_footprint.ipynb #a3d96fdb
+def values_inside(
+    obj, # anything
+) -> list: # empty: it has none that are seen, or it is code
+    """Return what the attributes and slots of an object hold, other than what it remembers of look-ups.
+
+    The labels of a table, for example, fill such a memory as soon as they are read: nobody has written into them.
+    """
+    if isinstance(obj, (*CODE, nn.Module)): return []
+    kind = type(obj)
+    held = [(k, getattr(obj, k)) for k in slots_of(obj) if hasattr(obj, k)] + list((attributes_of(obj) or {}).items())
+    private = not is_own_module(kind.__module__, "") # of a library
+    def remembers(k): return private and k[0] == "_" and "cache" in k or (
+        isinstance(getattr(kind, k, None), functools.cached_property))
+    return [v for k, v in held if not remembers(k)]
+
 def batch_digest(
     batch, # tensors, arrays, numbers, texts, in lists, tuples, mappings, objects
     depth: int = 4, # of containers in it
@@ -1473,6 +1491,4 @@ def batch_digest(
     if isinstance(batch, Tensor): return (id(batch), version_of(batch))
     if isinstance(batch, np.ndarray): return (id(batch), content_of(batch))
     if depth > 0 and isinstance(batch, (list, tuple)): return batch_digest(list(batch), depth - 1)
-    inside = attributes_of(batch) if depth > 0 else None
-    if inside is None or isinstance(batch, (*CODE, nn.Module)): return (id(batch),)
-    return (id(batch), *[batch_digest(v, depth - 1) for v in inside.values()])
+    return (id(batch), *[batch_digest(v, depth - 1) for v in (values_inside(batch) if depth > 0 else ())])

@@ -417,9 +417,10 @@ class Governor:
         recorded batches may come again: for a comparison, for an experiment, or to be trained on once more after a
         rollback, without those that caused it. `replaying` is true meanwhile. Variables of the loop are restored with
         the parts, so its own counters are right afterwards. `enumerate` and bars go inside: `batches(tqdm(loader))`.
-        What the body of the loop raises ends the loop: where NaN in a batch makes a loss or a distribution raise, use
-        `run`. A state that something has made NaN is put back before the next step. A batch that leaves the loop by
-        `break` cannot be run again, and no batch is while it is newer than the good state: let the batches end instead.
+        What the body of the loop raises ends the loop: where NaN in a batch makes a loss or a distribution raise, write
+        `run` inside `try`, and go on. A state that something has made NaN is put back before the next step. A batch
+        that leaves the loop by `break` cannot be run again, and no batch is while it is newer than the good state: let
+        the batches end instead.
 
         Raises
         ------

@@ -187,7 +187,8 @@ class LoopBody:
                 yield batch
                 self.open, answer = False, (self.loss,)
         finally:
-            if os.getpid() != process: os._exit(1) # a copy of the process, in which the step has failed
+            while os.getpid() != process: # a copy of the process, whose work ends it once it knows of the error
+                self.work.throw(RuntimeError("the body of the loop raises an error then"))
             self._leave()
 
     def take(self, loss): # of the batch that was handed out

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['COPIED_FIRST', 'GroupRates', 'HasModes', 'RunModes', 'Repeats', 'Origin', 'number_of', 'RecordedStep', 'RatePeaks',
            'out_of_shared_memory', 'own_copy', 'is_cloned', 'is_data', 'StepRecorder', 'RecordedIncident',
-           'copy_published', 'why_missing', 'give_inputs', 'tensors_of', 'size_of', 'same_content', 'same_stream',
-           'keys_of', 'as_key', 'with_origins', 'iter_noting', 'fetch_from', 'Noting', 'NotingIterator', 'settings_of',
-           'stepping', 'idle', 'still_schedules', 'foreign_optimizers', 'lower_rates', 'put_rates_back', 'at_share',
-           'Omissions', 'WarmUp']
+           'copy_published', 'why_missing', 'give_inputs', 'tensors_of', 'all_tensors_of', 'size_of', 'same_content',
+           'same_stream', 'keys_of', 'as_key', 'with_origins', 'iter_noting', 'fetch_from', 'Noting', 'NotingIterator',
+           'settings_of', 'stepping', 'idle', 'still_schedules', 'foreign_optimizers', 'lower_rates', 'put_rates_back',
+           'at_share', 'Omissions', 'WarmUp']
 
 # %% ../../nbs/guard/24_recorder.ipynb #22aa0003
 import copy
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..core import RandomStreams
 from .footprint import (
-    CODE, PLAIN, Footprint, attributes_of, batch_digest, bits_of, dense_parts, same_values)
+    CODE, PLAIN, Footprint, batch_digest, bits_of, dense_parts, same_values, values_inside)
 from .losses import loss_of
 from .rates import has_rate, set_setting
 from .reports import Explanation, Report
@@ -179,12 +179,12 @@ class RatePeaks:
 # %% ../../nbs/guard/24_recorder.ipynb #807b63e4
 def out_of_shared_memory(batch):
     "Return a batch whose tensors hold no file descriptors: as they come from a worker, each holds one."
-    shared = [t for t in tensors_of(batch) if t.layout is torch.strided and t.device.type == "cpu" and t.is_shared()]
-    return own_copy(batch) if shared else batch
+    there = [t for t in all_tensors_of(batch) if t.layout is torch.strided and t.device.type == "cpu"]
+    return own_copy(batch) if any(t.is_shared() for t in there) else batch
 
 def own_copy(batch): # itself if something in it cannot be copied
     "Return a copy of a batch; a step may write into it."
-    own: dict[int, Any] = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in tensors_of(batch)}
+    own: dict[int, Any] = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in all_tensors_of(batch)}
     try: return batch.clone() if is_cloned(batch) else copy.deepcopy(batch, own)
     except Exception: return batch
 
@@ -200,8 +200,9 @@ def is_data(
     if isinstance(batch, Tensor | np.ndarray) or type(batch) in PLAIN or is_cloned(batch): return True
     if depth == 0 or isinstance(batch, (*CODE, nn.Module)): return False
     found = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else None
-    inside = (attributes_of(batch) or {}).values() if found is None else found
-    return 0 < len(inside) <= 512 and all(is_data(v, depth - 1) for v in inside) # more are a memory, and no batch
+    inside = values_inside(batch) if found is None else found
+    opaque, memory = found is None and not inside, len(inside) > 512 # a batch is neither
+    return not opaque and not memory and all(is_data(v, depth - 1) for v in inside)
 
 COPIED_FIRST = 3 # first batches of which copies are kept: more than are rehearsed
 
@@ -487,13 +488,24 @@ def tensors_of(
     if isinstance(batch, (list, tuple)): return [t for v in batch for t in tensors_of(v)]
     return []
 
+def all_tensors_of(
+    batch, # tensors in lists, tuples, mappings, objects
+    depth: int = 4, # of objects in it
+) -> list[Tensor]:
+    "Return all tensors of a batch, those of its objects included, in a fixed order."
+    if isinstance(batch, Tensor): return [batch]
+    if isinstance(batch, Mapping): inside, depth = list(batch.values()), depth + 1
+    elif isinstance(batch, (list, tuple)): inside, depth = list(batch), depth + 1
+    else: inside = values_inside(batch) if depth > 0 and type(batch) not in PLAIN else []
+    return [t for v in inside for t in all_tensors_of(v, depth - 1)]
+
 def size_of(batch) -> int:
     "Return how much memory the tensors of a batch take."
-    return sum(p.nbytes for t in tensors_of(batch) for p in dense_parts(t))
+    return sum(p.nbytes for t in all_tensors_of(batch) for p in dense_parts(t))
 
 def same_content(a, b) -> bool:
     "Whether two batches are equal to the bit."
-    x, y = tensors_of(a), tensors_of(b)
+    x, y = all_tensors_of(a), all_tensors_of(b)
     return len(x) == len(y) and all(s.dtype == t.dtype and s.shape == t.shape and s.layout == t.layout
                                     and same_values(s.cpu(), t.cpu()) for s, t in zip(x, y))
 

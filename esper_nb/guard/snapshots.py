@@ -926,15 +926,23 @@ def _with_inner(parts: Sequence) -> list:
     "Return parts, wrappers taken off, and the optimizers that live inside other optimizers, or in place of them."
     out = [_unwrapped(obj) for obj in parts]
     for obj in filter(_is_optimizer, list(out)):
-        held = [v for x in getattr(obj, "__dict__", {}).values() for v in (x, *_members(x))]
-        inner = [v for v in held if isinstance(v, torch.optim.Optimizer)]
+        inner = [v for v in _held_by(obj) if isinstance(v, torch.optim.Optimizer)]
         if inner and not _has_state(obj): out = [o for o in out if o is not obj]
         out += [v for v in inner if not any(v is o for o in out)]
     return out
 
-def _is_optimizer(obj) -> bool: # also one of one's own, around one of torch's
+def _held_by(obj) -> list:
+    "Return what an object has as attributes and in those that are containers, and the optimizers of schedulers there."
+    held = [v for x in getattr(obj, "__dict__", {}).values() for v in (x, *_members(x))]
+    return held + [v.optimizer for v in held if isinstance(v, torch.optim.lr_scheduler.LRScheduler)]
+
+def _is_optimizer(obj) -> bool: # also one of one's own, around some of torch's
     if isinstance(obj, torch.optim.Optimizer): return True
-    return not isinstance(obj, nn.Module | type) and all(callable(getattr(obj, k, None)) for k in ("step", "zero_grad"))
+    if isinstance(obj, nn.Module | type): return False
+    if all(callable(getattr(obj, k, None)) for k in ("step", "zero_grad")): return True
+    held = [v for v in _held_by(obj) if _has_state(v) and not isinstance(v, type)]
+    kinds = torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler
+    return bool(held) and not _has_state(obj) and all(isinstance(v, kinds) for v in held) # by another name
 
 def _unwrapped(obj):
     """Return what a wrapper of a framework wraps: an optimizer in `.optimizer`, a scheduler in `.scheduler`.
