@@ -63,6 +63,7 @@ def test_columns_are_standardised_by_the_training_part_alone(columns, middle, wi
     d, (parts, _) = example_data(e), split_examples(e)
     got = torch.cat([b for b, _ in d.evaluate("heldout", 7)]).flatten(1)
     seen = x[parts.train].double()
+    assume(bool((seen.amax(0) > seen.amin(0)).all())) # a column that is constant there tells nothing, and is left out
     want = (x[parts.heldout].double() - seen.mean(0)) / seen.std(0, correction=0)
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-5 / span + 1e-4)
 

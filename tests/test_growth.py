@@ -228,7 +228,7 @@ def test_an_interrupted_epoch_has_not_happened():
 
 
 @pytest.mark.parametrize("phase", ["give back", "note", "govern"])
-def test_an_interrupt_while_an_epoch_is_put_back_is_raised_when_it_is_over(phase):
+def test_an_interrupt_while_an_epoch_is_put_back_is_raised_when_it_is_over(phase, plain_signals):
     pop, other = grown(governor=GovernorConfig()), grown(governor=GovernorConfig())
     def press(name):
         if name == phase: signal.raise_signal(signal.SIGINT)

@@ -281,7 +281,7 @@ class Button:
     def load_state_dict(self, state):
         for _ in range(self.presses): signal.raise_signal(signal.SIGINT)
 
-def test_an_interrupt_leaves_no_half_of_a_good_state():
+def test_an_interrupt_leaves_no_half_of_a_good_state(plain_signals):
     run, button = Run("adam"), Button()
     run.step()
     snap = Snapshot(button, run.net, *run.opts); snap.take(step=1)

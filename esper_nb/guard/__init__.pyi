@@ -67,13 +67,10 @@ from .governor import (OWN_PARTS as OWN_PARTS, UNHEARD as UNHEARD, LEFT as LEFT,
     Governor as Governor)
 from .health import (LASTS as LASTS, GROWN as GROWN, OFTEN as OFTEN, SHARE as SHARE, JUMP as JUMP,
     STILL_NEAR as STILL_NEAR, SEEN as SEEN, LIKE as LIKE, LONG as LONG, RAISED as RAISED, STEEP as STEEP,
-    LEAP as LEAP, SETTLED as SETTLED, StateHealth as StateHealth, Bands as Bands, BufferBands as BufferBands,
-    PlainState as PlainState, LossCourse as LossCourse, Sign as Sign, Leap as Leap, RateCourse as RateCourse,
-    Signs as Signs, other_optimizers as other_optimizers, forget_ruined as forget_ruined, is_steep as is_steep,
-    UpdateWatch as UpdateWatch, Beside as Beside, StateJudge as StateJudge)
-from .rises import (FEW as FEW, TURN as TURN, BACK as BACK, blames_weights as blames_weights,
-    pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
-    monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)
+    LEAP as LEAP, UNUSED as UNUSED, SETTLED as SETTLED, StateHealth as StateHealth, Bands as Bands,
+    BufferBands as BufferBands, PlainState as PlainState, LossCourse as LossCourse, Sign as Sign, Leap as Leap,
+    RateCourse as RateCourse, Signs as Signs, other_optimizers as other_optimizers, forget_ruined as forget_ruined,
+    is_steep as is_steep, UpdateWatch as UpdateWatch, Beside as Beside, StateJudge as StateJudge)
 from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, STOPS as STOPS,
     ABSENT_VARIABLE as ABSENT_VARIABLE, COUNTERS as COUNTERS, BodyNames as BodyNames, uses_of as uses_of,
     FrameVariables as FrameVariables, write_back as write_back, LoopBody as LoopBody,
@@ -129,6 +126,9 @@ from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, P
     prove_parts as prove_parts, StreamState as StreamState, read_streams as read_streams, leads_to as leads_to,
     ResumeCheck as ResumeCheck, compare_parts as compare_parts, prove_state as prove_state,
     check_resume as check_resume, ResumeWatch as ResumeWatch)
+from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
+    pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
+    monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)
 from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, TakeResult as TakeResult,
     RestoreResult as RestoreResult, StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState,
     read_parts as read_parts, StateBanks as StateBanks, pinned_buffers as pinned_buffers, Snapshot as Snapshot,
