@@ -212,16 +212,21 @@ def test_a_module_over_the_memory_of_other_tensors_is_what_is_trained(raised):
     assert (w - AIM).abs().max() < .3
 
 
-def test_an_optimizer_that_was_replaced_is_no_witness(caplog):
-    "Of a new one nothing is seen, so nothing speaks for the weights; and it is said."
+def replacing(kind, steps):
+    "Number, network and Governor before each step of a loop that makes another optimizer at step 60."
     torch.manual_seed(0)
     net = nn.Linear(4, 1)
-    opt = torch.optim.SGD(net.parameters(), .05)
+    opt = kind(net.parameters(), .05)
     governor = Governor(net, opt, chance_loss=None)
-    for i, (x, y) in batches(340):
-        if i == 60: opt = torch.optim.SGD(net.parameters(), 1e-3)
-        if i == 250: net.weight.data += torch.tensor([3., 3., -3., 3.])
+    for i, (x, y) in batches(steps):
+        if i == 60: opt = kind(net.parameters(), 1e-3)
+        yield i, net, governor
         governor.watch(descend(opt, F.mse_loss(net(x), y)))
+
+def test_an_optimizer_that_was_replaced_is_no_witness(caplog):
+    "Of a new one nothing is seen, so nothing speaks for the weights; and it is said."
+    for i, net, governor in replacing(torch.optim.SGD, 340):
+        if i == 250: net.weight.data += torch.tensor([3., 3., -3., 3.])
     assert "no optimizer among the parts has stepped since batch 59" in caplog.text
     assert [r.action for r in governor.reports] == ["rollback"]
     assert (net.weight - AIM.T).abs().max() < .3
@@ -229,15 +234,9 @@ def test_an_optimizer_that_was_replaced_is_no_witness(caplog):
 
 def test_moments_of_an_optimizer_that_was_made_on_the_way_do_not_ruin_what_was_put_back(caplog):
     "Each rollback was in vain: a step with NaN in the moments came next, again and again, to the end of the run."
-    torch.manual_seed(0)
-    net = nn.Linear(4, 1)
-    opt = torch.optim.Adam(net.parameters(), .05)
-    governor = Governor(net, opt, chance_loss=None)
-    for i, (x, y) in batches(240):
-        if i == 60: opt = torch.optim.Adam(net.parameters(), 1e-3)
+    for i, net, governor in replacing(torch.optim.Adam, 240):
+        if i == 106: assert "there is another one for the same weights (Adam)" in caplog.text
         if i == 180: net.weight.data.fill_(torch.nan)
-        governor.watch(descend(opt, F.mse_loss(net(x), y)))
-        if i == 105: assert "there is another one for the same weights (Adam)" in caplog.text
     assert [r.action for r in governor.reports] == ["rollback"] and net.weight.isfinite().all()
     assert "its moments were not finite" in caplog.text
 

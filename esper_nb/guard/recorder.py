@@ -481,23 +481,18 @@ def give_inputs(
 # %% ../../nbs/guard/24_recorder.ipynb #008afe4e
 def tensors_of(
     batch, # tensors in lists, tuples, mappings
+    depth: int = 0, # of objects in it that are looked into, too
 ) -> list[Tensor]:
-    "Return all tensors of a batch, in a fixed order."
+    "Return the tensors of a batch, in a fixed order."
     if isinstance(batch, Tensor): return [batch]
-    if isinstance(batch, Mapping): return [t for v in batch.values() for t in tensors_of(v)]
-    if isinstance(batch, (list, tuple)): return [t for v in batch for t in tensors_of(v)]
-    return []
+    if isinstance(batch, Mapping): return [t for v in batch.values() for t in tensors_of(v, depth)]
+    if isinstance(batch, (list, tuple)): return [t for v in batch for t in tensors_of(v, depth)]
+    if depth == 0 or type(batch) in PLAIN: return []
+    return [t for v in values_inside(batch) for t in tensors_of(v, depth - 1)]
 
-def all_tensors_of(
-    batch, # tensors in lists, tuples, mappings, objects
-    depth: int = 4, # of objects in it
-) -> list[Tensor]:
+def all_tensors_of(batch) -> list[Tensor]:
     "Return all tensors of a batch, those of its objects included, in a fixed order."
-    if isinstance(batch, Tensor): return [batch]
-    if isinstance(batch, Mapping): inside, depth = list(batch.values()), depth + 1
-    elif isinstance(batch, (list, tuple)): inside, depth = list(batch), depth + 1
-    else: inside = values_inside(batch) if depth > 0 and type(batch) not in PLAIN else []
-    return [t for v in inside for t in all_tensors_of(v, depth - 1)]
+    return tensors_of(batch, depth=4)
 
 def size_of(batch) -> int:
     "Return how much memory the tensors of a batch take."
