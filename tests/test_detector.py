@@ -105,13 +105,17 @@ def learnt(noise=.05, n=1, steps=60, seed=0):
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.sampled_from(["fine", "above", "nan"]), min_size=1, max_size=30), st.integers(1, 5))
 def test_count_rules(kinds, confirm):
-    "An explosion is `confirm` anomalies in a row; a healthy loss ends the row, a NaN neither adds to it nor ends it."
-    limits, s, row = DetectorConfig(confirm=confirm, rise=None), learnt(), 0
+    """An explosion is `confirm` anomalies in a row, or far more than usual among the latest; a healthy loss ends the
+    row, a NaN neither adds to it nor ends it."""
+    limits, s, row, late, usual = DetectorConfig(confirm=confirm, rise=None), learnt(), 0, 0., 0.
     for kind in kinds:
         s, v = judge(s, dict(fine=.9, above=8., nan=math.nan)[kind], limits, CHANCE)
         row = row + 1 if kind == "above" else row if kind == "nan" else 0
-        assert v.count[0] == row == s.count[0]
-        exploded = "explosion" if kind == "above" and row >= confirm else "healthy"
+        if kind != "nan": late = late * 31 / 32 + (kind == "above")
+        if kind != "nan" and late < 2: usual += ((kind == "above") - usual) / 512
+        assert v.count[0] == row == s.count[0] and np.allclose((s.late[0], s.usual[0]), (late, usual))
+        many = late >= confirm + .5 + 32 * usual + 4 * (32 * usual)**.5
+        exploded = "explosion" if kind == "above" and (row >= confirm or many) else "healthy"
         assert v.reason() == ("non-finite" if kind == "nan" else exploded)
 
 @settings(deadline=None, max_examples=25)
@@ -185,8 +189,33 @@ def test_without_a_chance_loss_there_is_no_collapse_and_the_absolute_limit_is_th
     s = learnt()
     for x in (8., 9., 8.): s, v = judge(s, x, DetectorConfig(rise=None))
     assert v.reason() == "explosion" and np.isclose(v.absolute, np.exp(s.level + 6 * s.spread))
+    s = learnt(noise=1.5, steps=300)
+    s, v = judge(s, 6 * float(s.highest[0]), DetectorConfig(rise=None)) # k·σ in log space is thousands here
+    assert v.anomaly[0] and np.isclose(v.absolute, 5 * s.highest) and not v.failed[0], "one is no proof"
     s = learnt()
     for _ in range(5): s, v = judge(s, CHANCE, DetectorConfig(rise=None)); assert v.code == 0
+
+@pytest.mark.parametrize("share,found", [(0., False), (.01, False), (.3, True)])
+def test_anomalies_between_healthy_losses_are_an_explosion_if_they_are_many(share, found):
+    rng, answers = np.random.default_rng(3), set()
+    for _ in range(20):
+        s = learnt(steps=200)
+        for bad in rng.random(100) < share:
+            s, v = judge(s, 9. if bad else .9, DetectorConfig(rise=None, confirm=4))
+            if v.failed[0]: break
+        answers.add(v.failed[0])
+    assert answers == {found}
+
+def test_anomalies_that_were_always_there_are_none_too_many():
+    "Every twentieth loss of a healthy run is far out, from the beginning: no alarm, and snapshots go on."
+    rng, calm = np.random.default_rng(4), []
+    for seed in range(20):
+        s = LossStats()
+        for t in range(1500):
+            s, v = judge(s, 9. * 1.05**(t % 7) if t > 30 and rng.random() < .05 else .9, DetectorConfig(rise=None))
+            assert not v.failed[0] or v.count[0] >= 3, t
+            if t > 300: calm.append(s.calm(DetectorConfig(rise=None))[0])
+    assert np.mean(calm) > .7
 
 def test_a_run_that_blows_up_at_once_is_seen_without_statistics():
     s = LossStats()

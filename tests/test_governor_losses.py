@@ -263,3 +263,27 @@ def test_a_healthy_run_whose_loss_changes_or_says_nothing_logs_no_warning(swings
         gov.watch(level * math.exp(.05 * rng.standard_normal()))
     assert "yardstick" in gov.log.remarks if swings else "accepted" in [n.action for n in gov.notes]
     assert not gov.reports and not [r for r in caplog.records if r.levelname == "WARNING"]
+
+@pytest.mark.parametrize("optimizer,size,seed", [("SGD", 2.5, 2), ("Adam", 1.5, 6)])
+def test_a_solved_task_whose_network_is_ruined_is_restored_although_most_losses_are_zero(optimizer, size, seed):
+    "A last layer × 1000 leaves a network right about most batches, with losses of zero; the others cost hundreds."
+    g = torch.Generator().manual_seed(seed)
+    centers = size * torch.randn(6, 12, generator=g)
+    y = torch.randint(0, 6, (3000,), generator=g)
+    x = centers[y] + torch.randn(3000, 12, generator=g)
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(12, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, 6))
+    sgd = optimizer == "SGD"
+    opt = torch.optim.SGD(net.parameters(), .05, momentum=.9) if sgd else torch.optim.Adam(net.parameters(), 2e-3)
+    governor = Governor(net, opt)
+    for step in range(700):
+        if step == 300:
+            with torch.no_grad(): net[4].weight.mul_(1000)
+        i = torch.randint(0, 2000, (16,))
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x[i]), y[i])
+        loss.backward()
+        opt.step()
+        governor.watch(loss)
+    with torch.no_grad(): after = F.cross_entropy(net(x[2000:]), y[2000:]).item()
+    assert after < .1 and [r.rolled_back for r in governor.reports] == [True]

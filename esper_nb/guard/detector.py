@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['WINDOW_LIMIT', 'SCALES', 'ARRAYS', 'NUMBERS', 'RULES', 'Threshold', 'threshold', 'DetectorConfig', 'list_thresholds',
-           'label_entropy', 'Verdict', 'judge', 'LossLimits', 'Ops', 'Look', 'Rule', 'find_nonfinite', 'find_explosion',
-           'find_collapse', 'find_rise', 'calm_rise', 'find_gradient', 'exceeded', 'name_limit', 'name_mean', 'log_of',
-           'on_scale', 'off_scale', 'LossStats', 'loss_limits']
+           'label_entropy', 'Verdict', 'judge', 'LossLimits', 'Ops', 'Look', 'Rule', 'find_nonfinite', 'most_anomalies',
+           'find_explosion', 'calm_explosion', 'find_collapse', 'find_rise', 'calm_rise', 'find_gradient', 'exceeded',
+           'name_limit', 'name_mean', 'log_of', 'on_scale', 'off_scale', 'LossStats', 'loss_limits']
 
 # %% ../../nbs/guard/11_detector.ipynb #497cb79b
 import inspect
@@ -245,12 +245,27 @@ def find_nonfinite(look: Look, c: DetectorConfig):
     lost = look.on ^ look.ok
     return lost, lost
 
-def find_explosion(look: Look, c: DetectorConfig, count):
-    "Several losses above all limits in a row, or a huge one."
+_LATE = 32 # losses: how fast anomalies are forgotten
+_EVER = 512 # losses: how slowly it is learnt how many are usual
+
+def most_anomalies(c: DetectorConfig, usual):
+    "Return how many anomalies among the latest losses are no accident, if this share of losses usually is one."
+    mean = _LATE * usual
+    return c.confirm + .5 + mean + 4 * mean**.5
+
+def find_explosion(look: Look, c: DetectorConfig, count, late, usual):
+    "Several losses above all limits in a row, or far more of them than usual with healthy ones between, or a huge one."
     by, where = look.limits, look.ops.where
     over = look.ok & ((look.loss > by.limit) | (look.loss < by.low))
     count = where(look.ok, where(over, count + 1, 0), count)
-    return over & ((look.loss > by.huge) | (count >= c.confirm)), over, count
+    late = where(look.ok, (1 - 1 / _LATE) * late + over, late)
+    usual = where(look.ok & (late < 2), usual + (over - usual) / _EVER, usual)
+    many = (count >= c.confirm) | (late >= most_anomalies(c, usual))
+    return over & (many | (look.loss > by.huge)), over, count, late, usual
+
+def calm_explosion(c: DetectorConfig, count, late, usual):
+    "Return whether the latest loss is within the limits, and hardly more than usual before it were above."
+    return (count == 0) & (late < most_anomalies(c, usual) / 2)
 
 # %% ../../nbs/guard/11_detector.ipynb #47c0de02
 def find_collapse(look: Look, c: DetectorConfig, at_chance):
@@ -317,8 +332,9 @@ def name_mean(report, *_) -> str:
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (
     Rule("non-finite", "the loss is NaN or infinite", "X", find_nonfinite),
-    Rule("explosion", "several losses in a row above all limits, or a single huge one", "^", find_explosion,
-         state=dict(count=int), compared=name_limit, counts=("count",), waits=True),
+    Rule("explosion", "several losses above all limits, in a row or far more often than usual, or a single huge one",
+         "^", find_explosion, state=dict(count=int, late=float, usual=float), compared=name_limit,
+         counts=("count", "late"), calm=calm_explosion, waits=True),
     Rule("collapse", "the loss is back where a network is that knows nothing", "v", find_collapse,
          state=dict(at_chance=int), counts=("at_chance",), waits=True),
     Rule("gradient", "gradient norms are not finite, or far above their usual size", "P", find_gradient,
@@ -379,6 +395,8 @@ class LossStats:
     level: np.ndarray # (n,) of the loss on its scale: median of the logarithm, or mean
     spread: np.ndarray # (n,) on that scale, about one standard deviation
     count: np.ndarray # (n,) of rule `explosion`: losses above all limits, in a row
+    late: np.ndarray # (n,) of rule `explosion`: anomalies among the latest losses; older ones count less
+    usual: np.ndarray # (n,) of rule `explosion`: share of losses that are one, learnt while there are few
     at_chance: np.ndarray # (n,) of rule `collapse`: losses in the collapse band, in a row
     cusum: np.ndarray # (n,) of rule `rise`: sum of excess z
     smooth: np.ndarray # (n,) of rule `rise`: moving average on the scale
@@ -594,6 +612,8 @@ class _SingleLane(NamedTuple):
         return cls(c, int(s.seen[0] - s.stale[0]), look, rules)
 
 # %% ../../nbs/guard/11_detector.ipynb #dfc57d76
+_REACH = 5. # multiple of the highest healthy loss of late that only an anomaly is above
+
 def loss_limits(
     stats: LossStats, # statistics so far
     config: DetectorConfig, # thresholds
@@ -601,7 +621,9 @@ def loss_limits(
 ) -> LossLimits: # for the next loss of every lane
     "Return what the next losses are held against."
     s, c = stats, config
-    absolute = _task_limit(s, c, chance_loss)
+    absolute = far = _task_limit(s, c, chance_loss)
+    if chance_loss is None and c.absolute_loss is None: # so wide where losses span decades that it never counts
+        absolute = np.where((s.seen >= c.window) & (s.linear == 0), np.minimum(far, _REACH * s.highest), far)
     by_sigma = s.mean + c.sigma * s.sigma
     by_multiple = c.multiplier * s.mean
     above = s.mean if c.huge is None else c.huge * s.mean
@@ -612,7 +634,7 @@ def loss_limits(
         by_multiple = np.where(s.linear, s.mean + c.multiplier * reach, by_multiple)
         above = np.where(s.linear, s.mean + (c.huge or 1.) * reach, above)
     limit = np.maximum(np.maximum(by_sigma, by_multiple), absolute)
-    huge = np.full_like(s.mean, np.inf) if c.huge is None else np.maximum(limit, above)
+    huge = np.full_like(s.mean, np.inf) if c.huge is None else np.maximum(np.maximum(limit, far), above)
     ready = s.seen >= c.min_samples
     if not ready.all():
         limit = np.where(ready, limit, _cold_limit(s, c, chance_loss))
@@ -639,5 +661,6 @@ def _task_limit(s, c, chance_loss):
     "(n,) the limit that does not look at mean and σ."
     if c.absolute_loss is not None: return np.full_like(s.mean, c.absolute_loss)
     if c.absolute is None: return np.zeros_like(s.mean)
-    if chance_loss is None: return off_scale(s.level + c.sigma * s.spread, s.linear)
+    if chance_loss is None:
+        return off_scale(s.level + c.sigma * s.spread, s.linear)
     return c.absolute * np.asarray(chance_loss) + np.zeros_like(s.mean)

@@ -247,7 +247,8 @@ class RiseObservation:
         if blamed is None: return PhaseMove.TURN
         if blamed: return PhaseMove.BLAMED
         if t.late: return PhaseMove.BACK
-        far = holds and t.reason == "explosion" and float(on_scale(t.old_loss, linear)) - t.level > t.rise / 2
+        old_rise = float(on_scale(t.old_loss, linear)) - t.level
+        far = holds and t.reason == "explosion" and old_rise > t.rise / 2 > 0
         return PhaseMove.HOLD if far and len(t.x) < 4 * patience else PhaseMove.CLEARED
 
     @property

@@ -245,6 +245,8 @@ class Report:
         put_back = "" if back[1] is None else f", back at {back[0]} {back[1]}"
         return f"{found} -> {action}{put_back}{rate}{undo}{why}"
 
+    def __repr__(self): return f"<Report of {self}>" # all fields would fill a screen
+
     def to_dict(self) -> dict:
         "Plain values, ready for JSON."
         return asdict(self)
@@ -546,6 +548,8 @@ class Summary:
         head = (f"Governor: {self.judged} losses on the {self.scale} scale; {done}; learning rate × {self.lr_factor:g}"
                 + f"; causes: {found}" * bool(found))
         return "\n".join([head, *(f"  {r}" for r in (*self.reports, *self.remarks))])
+
+    def __repr__(self): return str(self)
 
     def _repr_html_(self):
         columns = "batch reason action cause shown limit restored_step lost lr_factor rollbacks_left".split()
