@@ -513,11 +513,13 @@ class Graph:
     def __setitem__(self, name, value): self._found[name] = value
 
 class Moments:
-    def __init__(self): self.sums, self.counts = {}, {}
+    __slots__ = ("sums", "counts", "calls")
+    def __init__(self): self.sums, self.counts, self.calls = {}, {}, 0
     def __call__(self, name, grad):
         self.counts[name] = self.counts.get(name, 0) + 1
         self.sums[name] = .9 * self.sums[name] + grad if name in self.sums else grad
-        return self.sums[name] / self.counts[name]
+        self.calls += 1
+        return self.sums[name] / self.counts[name] * (1 + self.calls % 3)
 """, vars(HIDDEN))
 
 @pytest.fixture

@@ -9,13 +9,13 @@ __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED'
            'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names',
            'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of',
            'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
-           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable',
-           'is_used_up', 'kind_of_effect', 'wrapped_by', 'place_of', 'memory_of', 'Walk', 'is_library_class',
-           'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'StepWalk', 'owned_by_parts', 'has_nan', 'is_nan_in',
-           'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of',
-           'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'Ruined',
-           'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen', 'content_of', 'tensor_digest',
-           'values_inside', 'batch_digest']
+           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'fields_of',
+           'Unrestorable', 'is_used_up', 'kind_of_effect', 'wrapped_by', 'place_of', 'memory_of', 'Walk',
+           'is_library_class', 'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'StepWalk', 'owned_by_parts',
+           'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged',
+           'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState',
+           'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen', 'content_of',
+           'tensor_digest', 'values_inside', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -576,6 +576,13 @@ def slots_of(
     names = [k for s in found for k in ((s,) if isinstance(s, str) else s)]
     return [k for k in names if k not in ("__dict__", "__weakref__")]
 
+def fields_of(
+    obj, # anything
+) -> dict[str, Any]: # by name
+    "Return what is in the slots of an object."
+    there = [k for k in slots_of(obj) if isinstance(getattr(type(obj), k, None), types.MemberDescriptorType)]
+    return {k: getattr(obj, k) for k in there if hasattr(obj, k)}
+
 # %% ../../nbs/guard/21_footprint.ipynb #d581c328
 class Unrestorable(NamedTuple):
     "Something that the step uses and that cannot be put back."
@@ -786,7 +793,7 @@ def holds_arrays(
 ) -> bool:
     "Whether a value is a dict of tensors or arrays, or an object around one: a graph, moments that are kept by name."
     if isinstance(value, (*CODE, nn.Module, Tensor, np.ndarray)): return False
-    inside = [value] if isinstance(value, dict) else list((attributes_of(value) or {}).values())
+    inside = [value] if isinstance(value, dict) else list((attributes_of(value) or fields_of(value)).values())
     found = [d for d in inside if d is value or type(d) in DICTS]
     return any(isinstance(next(iter(d.values()), None), (Tensor, np.ndarray)) for d in found)
 
@@ -934,7 +941,7 @@ class StepWalk(Walk):
                 self.add(*[(p, f"{name}[{i}]") for i, p in enumerate(params)])
                 self.look_inside_optimizer(obj, name)
             return None
-        table = None if isinstance(obj, LOCKS) else attributes_of(obj)
+        table, slots = None if isinstance(obj, LOCKS) else attributes_of(obj), fields_of(obj)
         if own or isinstance(obj, types.SimpleNamespace):
             self.look_at_class(type(obj), False)
             self.leave_open(obj, name, table)
@@ -944,11 +951,14 @@ class StepWalk(Walk):
             kinds = {k: v for k, v in table.items() if type(v) in PLAIN}
             if kinds: self.note_place(("names", id(obj)), Inside(obj, name, kinds, table))
             if len(kinds) < len(table): self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
+        elif not isinstance(obj, LOCKS):
+            kinds = {k: v for k, v in slots.items() if type(v) in PLAIN}
+            if kinds: self.note_place(("names", id(obj)), Names(obj, name, kinds))
+            if not callable(obj): self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
+        if not own and not isinstance(obj, LOCKS):
             inside, numeric = (*RANDOM, Tensor, np.ndarray, io.IOBase, CSV), holds_arrays(obj)
-            self.add(*[(v, f"{name}.{k}") for k, v in table.items()
+            self.add(*[(v, f"{name}.{k}") for k, v in (slots if table is None else table).items()
                        if isinstance(v, inside) or holds_arrays(v) or numeric and type(v) in DICTS])
-        elif not callable(obj) and not isinstance(obj, LOCKS):
-            self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
         return None
 
 # %% ../../nbs/guard/21_footprint.ipynb #f241cce2
