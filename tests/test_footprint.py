@@ -483,6 +483,7 @@ def fresh_generator(net, opt):
     return step
 
 HIDDEN = types.ModuleType("hidden_library")
+vars(HIDDEN).update(torch=torch, nn=nn)
 exec("""
 class Augment:
     def __init__(self): self.inner = [0]
@@ -491,6 +492,34 @@ class Augment:
         return x * (1 + self.inner[0])
     def pop(self):
         return self.left.pop()
+
+class Holding(nn.Module):
+    def __init__(self, targets):
+        super().__init__()
+        self.layer, self._targets, self.calls = nn.Linear(8, 1), targets, 0
+    def loss(self, x):
+        self.calls += 1
+        return (self.layer(x)[:, 0] - self._targets).square().mean() * (1 + self.calls % 3)
+
+class Task:
+    def __init__(self): self._scale, self.calls = torch.ones(()), 0
+    def scaled(self, loss):
+        self.calls += 1
+        return loss * self._scale * (1 + self.calls % 3)
+
+class Graph:
+    def __init__(self, **found): self._found = found
+    def __getitem__(self, name): return self._found[name]
+    def __setitem__(self, name, value): self._found[name] = value
+
+class Moments:
+    __slots__ = ("sums", "counts", "calls")
+    def __init__(self): self.sums, self.counts, self.calls = {}, {}, 0
+    def __call__(self, name, grad):
+        self.counts[name] = self.counts.get(name, 0) + 1
+        self.sums[name] = .9 * self.sums[name] + grad if name in self.sums else grad
+        self.calls += 1
+        return self.sums[name] / self.counts[name] * (1 + self.calls % 3)
 """, vars(HIDDEN))
 
 @pytest.fixture
@@ -510,6 +539,49 @@ def fails_again(net, opt):
     augment.left = [1., 2.]
     def step(xy): return update(net, opt, F.cross_entropy(net(xy[0]), xy[1]) * augment.pop())
     return step
+
+def inherited_by_module():
+    "The user's model, whose library keeps the targets: the loop scales them."
+    class Mine(HIDDEN.Holding): pass
+    net = Mine(torch.ones(16))
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    def step(xy): return update(net, opt, net.loss(xy[0]))
+    return step, net, opt, lambda: net._targets.mul_(100.) # noqa: SLF001
+
+def inherited_by_object():
+    class Mine(HIDDEN.Task): pass
+    (net, opt), task = parts(), Mine()
+    def step(xy): return update(net, opt, task.scaled(F.cross_entropy(net(xy[0]), xy[1])))
+    return step, net, opt, lambda: setattr(task, "_scale", torch.full((), 100.))
+
+def graph_of_library():
+    (net, opt), graph = parts(), HIDDEN.Graph(x=batch(0)[0], y=batch(0)[1])
+    def step(_): return update(net, opt, F.cross_entropy(net(graph["x"]), graph["y"]))
+    return step, net, opt, lambda: graph.__setitem__("x", graph["x"] * 100)
+
+def moments_of_library():
+    (net, _), moments = parts(), HIDDEN.Moments()
+    def step(xy):
+        loss = F.cross_entropy(net(xy[0]), xy[1])
+        grads = torch.autograd.grad(loss, list(net.parameters()))
+        with torch.no_grad():
+            for (name, p), grad in zip(net.named_parameters(), grads): p.sub_(.1 * moments(name, grad))
+        return loss.detach()
+    return step, net, torch.optim.SGD(net.parameters(), .1), lambda: None
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("kind", [inherited_by_module, inherited_by_object, graph_of_library, moments_of_library])
+def test_what_a_librarys_code_keeps_in_sight_is_recorded_although_no_code_of_the_user_names_it(kind):
+    step, net, opt, write = kind()
+    run = Run(step, net, opt)
+    for k in range(12):
+        if k == 6: run.snap()
+        if k == 9: write()
+        run.train(batch(k))
+    write()
+    run.train(batch(12))
+    found = run.replay(fork=False)
+    assert found.exact, found
 
 TIMES = "comes to another result each time"
 NAMED = [(environment, "`env` (an environment)", ""), (open_file, "`log` (an open file)", ""),

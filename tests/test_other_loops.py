@@ -463,6 +463,20 @@ def test_an_optimizer_without_a_rate_or_without_hooks_is_guarded(make, way):
     governor.close()
     assert [r.action for r in governor.reports] == ["rollback"] and net.weight.abs().max() < 10
 
+def test_an_optimizer_without_hooks_is_compared_with_its_old_weights():
+    "The comparison asks optimizers to tell when their state is read: one that lacks torch's hooks ended the run."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = Clipping(torch.optim.SGD(net.parameters(), lr=.01))
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    for i, (x, y) in batches(300):
+        if i == 120: net.requires_grad_(False).weight.fill_(30.) # a head that was frozen by mistake
+        loss = F.mse_loss(net(x), y)
+        if i < 120: descend(opt, loss)
+        governor.watch(loss.detach())
+    governor.close()
+    assert "compare" in [n.action for n in governor.notes]
+
 @pytest.mark.parametrize("way", ["watch", "run"])
 def test_a_group_may_be_empty(way):
     "As the one without weight decay is when adapters are trained, which have no biases."

@@ -118,6 +118,16 @@ def test_hardware_is_what_is_left_when_steps_repeat_and_nothing_was_written():
     run.noise = np.random.default_rng(0)
     assert "two replays differ" in find_cause(run.incident(), dry=EXACT, written=[]).why
 
+def test_a_replay_that_is_off_from_the_first_step_proves_nothing_of_the_run():
+    "Hardware was blamed for targets that the loop had scaled for good, in an object that nobody looks into."
+    run = Run(inside=lambda run, xy: (xy[0] * run.scale, xy[1]))
+    run.scale = 1.
+    incident = run.incident()
+    run.scale = 1e4
+    found = find_cause(incident, dry=EXACT, written=[])
+    assert found.cause == "unknown" and "reads something that is other now than it was" in found.why
+    assert redo_disturbed(incident, dry=EXACT, written=[]) is None
+
 def test_a_setting_that_the_step_sets_by_a_counter_is_named():
     def inside(run, xy): run.opt.param_groups[0]["weight_decay"] = 100. if 20 <= run.k < 40 else 0.
     found = find_cause(Run(inside=inside).incident(steps=45))

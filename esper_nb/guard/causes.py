@@ -298,9 +298,13 @@ def explain_parting(
     if lost := [name for s in found.steps[:at + 1] if s.given is not None for name in s.given.lost]:
         return Parting("unknown", f"{same}; the loop has written into `{lost[0]}`, which is too large to be kept: let "
                        "your step write it, or hand a copy of what it reads to it, in its batch")
+    footprint = found.steps[at].footprint
+    perhaps = "" if footprint is None else footprint.perhaps
+    if not at: return Parting("unknown", f"{same}, the first one since the good state: the step reads something that "
+                              f"is other now than it was then, and that I do not have{perhaps}")
     return Parting("external", f"{same}, although the step repeats exactly and torch has counted no other "
-                   "write: hardware, or code that writes through `.data` or numpy, in a callback or under a condition",
-                   k)
+                   "write: hardware, or code that writes through `.data` or numpy, in a callback or under a condition"
+                   + (f", or into something that I do not see{perhaps}" if perhaps else ""), k)
 
 # %% ../../nbs/guard/26_causes.ipynb #measure2
 def center_spread(

@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
-           'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'GIVEN', 'FULL',
+           'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'DICTS', 'GIVEN', 'FULL',
            'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
            'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names',
            'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of',
            'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
-           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'Unrestorable',
-           'is_used_up', 'kind_of_effect', 'wrapped_by', 'place_of', 'memory_of', 'Walk', 'tables_of_optimizers',
-           'StepWalk', 'owned_by_parts', 'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of',
-           'arrays_in', 'flat', 'exchanged', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of',
-           'marks_of', 'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around',
-           'NotSeen', 'content_of', 'tensor_digest', 'values_inside', 'batch_digest']
+           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'fields_of',
+           'Unrestorable', 'is_used_up', 'kind_of_effect', 'wrapped_by', 'place_of', 'memory_of', 'Walk',
+           'is_library_class', 'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'StepWalk', 'owned_by_parts',
+           'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged',
+           'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState',
+           'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen', 'content_of',
+           'tensor_digest', 'values_inside', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -34,7 +35,7 @@ import threading
 import types
 import warnings
 import zlib
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -575,6 +576,13 @@ def slots_of(
     names = [k for s in found for k in ((s,) if isinstance(s, str) else s)]
     return [k for k in names if k not in ("__dict__", "__weakref__")]
 
+def fields_of(
+    obj, # anything
+) -> dict[str, Any]: # by name
+    "Return what is in the slots of an object."
+    there = [k for k in slots_of(obj) if isinstance(getattr(type(obj), k, None), types.MemberDescriptorType)]
+    return {k: getattr(obj, k) for k in there if hasattr(obj, k)}
+
 # %% ../../nbs/guard/21_footprint.ipynb #d581c328
 class Unrestorable(NamedTuple):
     "Something that the step uses and that cannot be put back."
@@ -762,6 +770,33 @@ class Walk:
 # %% ../../nbs/guard/21_footprint.ipynb #af8fd97c
 MODULE_TABLES = frozenset(vars(nn.Module())) # what every module has
 
+def is_library_class(
+    cls: type, # in the order of an object's classes
+    home: str, # package of the step
+) -> bool:
+    "Whether a class is a library's, other than Python's and torch's layers: it may keep what it computes with."
+    top = cls.__module__.partition(".")[0]
+    plain = top in sys.stdlib_module_names or top == "esper_nb" or cls.__module__.startswith("torch.nn.")
+    return not plain and not is_users(cls, home)
+
+def is_data_of(
+    value, # of an attribute
+) -> bool:
+    "Whether a value is a number, a tensor, an array or a generator, or a tuple or a list of these."
+    if isinstance(value, (tuple, list)): return 0 < len(value) <= SMALL and all(map(is_data_of, value))
+    return type(value) in (int, float) or isinstance(value, (Tensor, np.ndarray, *RANDOM))
+
+DICTS = (dict, defaultdict, OrderedDict)
+
+def holds_arrays(
+    value, # an attribute of a library's object, or that object
+) -> bool:
+    "Whether a value is a dict of tensors or arrays, or an object around one: a graph, moments that are kept by name."
+    if isinstance(value, (*CODE, nn.Module, Tensor, np.ndarray)): return False
+    inside = [value] if isinstance(value, dict) else list((attributes_of(value) or fields_of(value)).values())
+    found = [d for d in inside if d is value or type(d) in DICTS]
+    return any(isinstance(next(iter(d.values()), None), (Tensor, np.ndarray)) for d in found)
+
 @functools.cache
 def tables_of_optimizers() -> frozenset[str]: # the first optimizer of a process takes half a second, so not sooner
     "Return the attributes that every optimizer has."
@@ -842,6 +877,13 @@ class StepWalk(Walk):
         self.look_at_class(type(m), False)
         table = vars(m)
         if any(k[0] != "_" and k != "training" for k in table): self.leave_open(m, name, table)
+        self.look_at_inherited(m, name)
+
+    def look_at_inherited(self, obj, name: str):
+        "Note numbers, tensors and arrays in an object of the user's, if a library wrote a base class: that names them."
+        table = attributes_of(obj)
+        if table is None or not any(is_library_class(c, self.home) for c in type(obj).__mro__): return
+        self.hold(obj, name, [k for k, v in table.items() if k not in MODULE_TABLES and is_data_of(v)], table)
 
     def look_inside_library_module(self, m: nn.Module, name: str):
         "Note the plain values, tensors and lists of a library's module; those of torch's own are settings."
@@ -899,19 +941,24 @@ class StepWalk(Walk):
                 self.add(*[(p, f"{name}[{i}]") for i, p in enumerate(params)])
                 self.look_inside_optimizer(obj, name)
             return None
-        table = None if isinstance(obj, LOCKS) else attributes_of(obj)
+        table, slots = None if isinstance(obj, LOCKS) else attributes_of(obj), fields_of(obj)
         if own or isinstance(obj, types.SimpleNamespace):
             self.look_at_class(type(obj), False)
             self.leave_open(obj, name, table)
             if table is not None and slots_of(obj): self.leave_open(obj, name, None)
+            self.look_at_inherited(obj, name)
         elif table is not None:
             kinds = {k: v for k, v in table.items() if type(v) in PLAIN}
             if kinds: self.note_place(("names", id(obj)), Inside(obj, name, kinds, table))
             if len(kinds) < len(table): self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
-            inside = (*RANDOM, Tensor, np.ndarray, io.IOBase, CSV)
-            self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, inside)])
-        elif not callable(obj) and not isinstance(obj, LOCKS):
-            self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
+        elif not isinstance(obj, LOCKS):
+            kinds = {k: v for k, v in slots.items() if type(v) in PLAIN}
+            if kinds: self.note_place(("names", id(obj)), Names(obj, name, kinds))
+            if not callable(obj): self.unseen[id(obj)] = Unrestorable(name, f"a {type(obj).__name__}")
+        if not own and not isinstance(obj, LOCKS):
+            inside, numeric = (*RANDOM, Tensor, np.ndarray, io.IOBase, CSV), holds_arrays(obj)
+            self.add(*[(v, f"{name}.{k}") for k, v in (slots if table is None else table).items()
+                       if isinstance(v, inside) or holds_arrays(v) or numeric and type(v) in DICTS])
         return None
 
 # %% ../../nbs/guard/21_footprint.ipynb #f241cce2
@@ -1252,6 +1299,11 @@ class Footprint:
     def unseen(self) -> tuple[Unrestorable, ...]:
         "Objects into which nobody can look: they may hold state or not."
         return tuple(self.walk.unseen.values())
+
+    @property
+    def perhaps(self) -> str: # empty: everything was looked into
+        "Name where something may be that the step reads and nobody sees."
+        return f" (perhaps in {self.unseen[0]})" if self.unseen else ""
 
     def describe(self) -> str:
         "Say what was found."

@@ -105,7 +105,8 @@ class LiveLooks:
                 self.hooks += [net.register_forward_pre_hook(HookOf(self, "called")),
                                net.register_state_dict_pre_hook(HookOf(self, "show_live"))]
             if not self.hooks: return
-            self.hooks += [o.register_state_dict_pre_hook(HookOf(self, "show_live")) for o in self.optimizers]
+            self.hooks += [o.register_state_dict_pre_hook(HookOf(self, "show_live")) for o in self.optimizers
+                           if hasattr(o, "_optimizer_state_dict_pre_hooks")] # a wrapper may lack it
             tell_of_copies(self)
         elif not old_in_place and self.hooks:
             for hook in self.hooks: hook.remove()

@@ -212,8 +212,7 @@ def why_not(
 ) -> str:
     "Return in one sentence why a replay is not exact."
     first, second = tries
-    unseen = footprint.unseen if footprint is not None else ()
-    perhaps = f" (perhaps in {unseen[0]})" if unseen else ""
+    perhaps = "" if footprint is None else footprint.perhaps
     if first.error: return first.error
     if other is not None and not other.agrees(first, near):
         return ("the same step from the same state comes to another result each time: it draws from the clock or from "

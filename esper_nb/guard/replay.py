@@ -229,9 +229,20 @@ class Replay:
 
     def _follow_settings(self, i: int):
         "Restore the optimizer settings of the run."
+        self._switch_weights(i)
         for g, own, then in zip(self.groups, self.own_settings(), self.steps[i].before):
             for name, v in then:
                 if v is not None and name in g and name not in own: set_setting(g, name, v)
+
+    def _switch_weights(self, i: int): # place of the step
+        "Let optimizers with two kinds of weights go over to those of the run, as its loop did around an evaluation."
+        then = iter(self.steps[i].before)
+        for o in self.optimizers:
+            mode = [dict(settings).get("train_mode") for _, settings in zip(o.param_groups, then)][:1]
+            if not hasattr(o, "train") or not hasattr(o, "eval") or not o.param_groups: continue
+            if isinstance(mode[0], bool) and o.param_groups[0].get("train_mode") != mode[0]:
+                if mode[0]: o.train()
+                else: o.eval()
 
     def _follow_gradients(self, step: RecordedStep):
         "Let go of gradients that the loop has dropped before a step, as between two epochs of an accumulation."
