@@ -350,6 +350,8 @@ class Governor:
         if recovery is None or repairs is None:
             raise ValueError(f"lanes={self.n}, expected None: `run` is for a single run")
         check(callable(step), "step", step, "a function that trains on a batch and returns its loss: run(step, batch)")
+        check(fetch is None or callable(fetch), "fetch", f"a {type(fetch).__name__}",
+              "a function that makes the batch, or None; a step takes one batch, such as a tuple: run(step, (x, y))")
         self.requests.clear() # of a step that has raised something
         returned = self._train_on(recovery, repairs, step, batch, fetch, origin)
         while self.requests: self.requests.pop(0)()
