@@ -161,7 +161,8 @@ class _SlotHook:
     def __call__(self, module, args, output):
         self.ran.mark()
         h = to_slot(output, self.layout)
-        return from_slot(self.slot(h) if self.loop is None else self.slot.play_lane(h, self.loop.turn), self.layout)
+        out = from_slot(self.slot(h) if self.loop is None else self.slot.play_lane(h, self.loop.turn), self.layout)
+        return out.contiguous() if output.is_contiguous() else out # a `view` of the features works as before
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #a82559d4
 def attach_slots(
@@ -385,8 +386,11 @@ def explore_host(
 LABELLED_TOKENS = ("a classifier of tokens grows in a loop of yours: attach_slots(net, [...], tokens), and "
                    "Governor(net, optimizer, ...) guards it")
 
-def _token_hint(module: nn.Module, config: ModuleHostConfig, error: Exception) -> str:
-    "Say what to do with a network that looks tokens up and is given numbers."
+_OTHER_NETWORKS = "; a network with other inputs or outputs grows in a loop of yours: attach_slots(net, [...], *inputs)"
+
+def _input_hint(module: nn.Module, config: ModuleHostConfig, error: Exception) -> str:
+    "Say what to do with a network that takes several inputs, or that looks tokens up and is given numbers."
+    if isinstance(error, TypeError): return _OTHER_NETWORKS
     looks_up = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in module.modules())
     if config.reads == "BL" or not looks_up or "indices" not in str(error): return ""
     return f"; it looks tokens up: {LABELLED_TOKENS}"
@@ -404,9 +408,10 @@ def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Ex
     try: y = module.eval()(x)
     except Exception as e:
         raise ValueError(f"{config.factory} does not take {tuple(x.shape)}, which is reads={config.reads!r} of "
-                         f"shape={config.shape}: {e}{_token_hint(module, config, e)}") from e
+                         f"shape={config.shape}: {e}{_input_hint(module, config, e)}") from e
     y = _picked(config, y, expected)
-    check(y.shape == expected, f"output of {config.factory}", tuple(y.shape), f"{expected}: one number for each class")
+    check(y.shape == expected, f"output of {config.factory}", tuple(y.shape),
+          f"{expected}: one number for each class" + _OTHER_NETWORKS * (y.ndim != len(expected)))
     ended, largest = _order(module, x)
     seen = find_features(module, list(config.layouts), [x])
     places = _places(config.layouts, module, seen, ended)
@@ -643,9 +648,10 @@ def _width(layer: nn.Module | None) -> int | None:
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #fd04b60b
 class Call(NamedTuple):
-    "What a submodule is called with."
+    "What a submodule is called with, and whether what it returns is contiguous."
     positions: int # arguments by position
     names: tuple[str, ...] # of the others
+    contiguous: bool = False
 
 class FeatureSeen(NamedTuple):
     "The output of a submodule in a forward pass."
@@ -655,9 +661,10 @@ class FeatureSeen(NamedTuple):
 
 def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Tensor]) -> dict[str, FeatureSeen]:
     "Return the outputs of some submodules for an example batch, in the order in which they run."
-    known = [k for k, _ in module.named_modules() if k]
+    first = {m: k for k, m in module.named_modules() if k}
+    known, every = list(first.values()), dict(module.named_modules(remove_duplicate=False))
     for k in names:
-        near = difflib.get_close_matches(k, known, 1)
+        near = [first[every[k]]] if every.get(k) in first else difflib.get_close_matches(k, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else f", such as {', '.join(known[:3])}" if known else (
             f", and {type(module).__name__} has none: hand over the network that it is a part of")
         check(k in known, "slot", k, "the name of a submodule" + hint)
@@ -669,8 +676,10 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
         def hook(_, args, kwargs, out):
             check(isinstance(out, Tensor), f"output of {k}", type(out).__name__, "one tensor; name a layer behind it "
                   "that returns one, such as the linear layer that follows an LSTM")
+            check(out.is_floating_point(), f"output of {k}", out.dtype, "features in floating point; name a layer "
+                  "behind it, such as the embedding that takes such numbers")
             check(k not in seen, "slot", k, "a submodule that runs once in a forward pass")
-            seen[k] = FeatureSeen(out, ran[-1] if ran else None, Call(len(args), tuple(kwargs)))
+            seen[k] = FeatureSeen(out, ran[-1] if ran else None, Call(len(args), tuple(kwargs), out.is_contiguous()))
         return hook
 
     def passing(layer, args, out): ran.append(layer)
