@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from esper_nb.control import GrowVecEnv
 from esper_nb.core import by_lane, find_form, lane, lane_form, lane_module, per_lane, reset_lanes, run_on_trial, seeded
 from esper_nb.grow import (
-    FAMILIES, SEED_LAYOUTS, Decision, ModuleHostConfig, attach_slots, blueprint_size, explore_host, export_model,
+    FAMILIES, SEED_LAYOUTS, Decision, ModuleHostConfig, Stage, attach_slots, blueprint_size, explore_host, export_model,
     forget_blueprint, get_blueprint, make_blueprint, module_model, plain_blueprint)
 from esper_nb.record import load_checkpoint, save_checkpoint
 from esper_nb.train import FitConfig, evaluate, fit, get_task, new_population, task_from_arrays
@@ -662,6 +662,41 @@ def test_a_slot_before_a_layer_that_works_in_place_keeps_what_it_read(side, lane
             for k in pop.model.names: pop.model.advance(k, lanes, force=True)
         return results
     for one, other in zip(trained(True), trained(False), strict=True): assert torch.equal(one, other)
+
+class Writing(nn.Module):
+    "Works in place on features, or does the same with copies."
+    def __init__(self, how, inplace):
+        super().__init__()
+        self.up, self.mid, self.head = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 10)
+        self.how, self.copies = how, not inplace
+    def forward(self, x):
+        h = self.up(x).clone() if self.copies else self.up(x)
+        if self.how == "relu": h = F.relu(h, inplace=True)
+        elif self.how == "add": h += x
+        else: h[:, :, 0] = 0
+        return self.head(self.mid(h).relu().mean((2, 3)))
+
+@pytest.mark.parametrize("lanes", [[0, 1, 2], [1]], ids=["all lanes", "some lanes"])
+@pytest.mark.parametrize("side", [True, False], ids=["side by side", "lane by lane"])
+@pytest.mark.parametrize("how", ["relu", "add", "index"])
+def test_a_forward_that_works_in_place_changes_no_loss_and_no_signal(how, side, lanes):
+    plain_blueprint("ends_in_tanh", "BCHW")(lambda c: nn.Sequential(nn.Conv2d(c, c, 3, padding=1), nn.Tanh()))
+    def trained(inplace):
+        config = ModuleHostConfig(Writing, ["up", "mid"], (1, 8, 8), 10, kwargs=dict(how=how, inplace=inplace),
+                                  side_by_side=side)
+        task = get_task("digits").replace(name="writing", host=config, slots=("up", "mid"))
+        config = FitConfig(lanes=3, epochs=4, batch_size=32, width=3, workers=1)
+        pop, results = new_population(task, config, data=get_task("digits").load("cpu", limit=64)), []
+        pop.model.germinate("up", "ends_in_tanh", lanes, tempo=1)
+        for r in fit(pop, controller=lambda pop, last: [None] * 3): # who decides is told where it may grow
+            results += [r.train.loss, *(r.signals[k] for k in pop.model.names)]
+            if pop.model.slot("up").state(lanes[0]).stage != Stage.HOLDING: pop.model.advance("up", lanes, force=True)
+        x = torch.rand(2, 1, 8, 8)
+        export_model(pop.model, 1, x, bake=True).train()(x).sum().backward()
+        return results
+    try:
+        for one, other in zip(trained(True), trained(False), strict=True): assert torch.equal(one, other)
+    finally: forget_blueprint("ends_in_tanh", "cnn")
 
 class Viewing(nn.Module):
     "Its `view` asks for contiguous features."

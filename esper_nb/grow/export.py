@@ -76,7 +76,7 @@ def export_model(
         net = settle_weights(net) # not before: a lane is found by the names that its weights have in the factory
         for k in sorted(forms, key=lambda k: -k.count(".")): # inner ones first
             call = one.calls.get(k, Call(1, ()))
-            _pair_up(net, k, _Turned(forms[k], one.layouts[k], call.contiguous), call)
+            _pair_up(net, k, _Turned(forms[k], one.layouts[k], call), call)
     else: net = _traced(_Walk(plain_module(one.host), forms))
     check_finite(net)
     def same_output(*x): return net(*map(read, x)) if output is None else net(*map(read, x))[output]
@@ -246,13 +246,14 @@ class _Walk(Form):
 
 class _Turned(Form):
     "A grown seed between two permutations of the features' axes."
-    def __init__(self, form: Form, layout: str, contiguous: bool):
+    def __init__(self, form: Form, layout: str, call: Call):
         super().__init__()
-        self.form, self.layout, self.contiguous = form, layout, contiguous
+        self.form, self.layout, self.call = form, layout, call
 
     def forward(self, x):
         y = from_slot(self.form(to_slot(x, self.layout)), self.layout)
-        return y.contiguous() if self.contiguous else y # as the features have been
+        if self.call.written: y = y.clone() # what backward needs of it stays as it is
+        return y.contiguous() if self.call.contiguous else y
 
 def _pair_up(net: nn.Module, k: str, form: Form, call: Call = Call(1, ())):
     "Replace a submodule by a pair, in every place where the network holds it."

@@ -120,7 +120,8 @@ class AttachedModel(Growing):
 
     def _put_hooks_on(self):
         loop = self.host.loop if isinstance(self.host, LaneModule) else None
-        self.hooks = {k: _SlotHook(self.slot(k), self.layouts[k], loop) for k in self.names}
+        written = {k for k, call in self.calls.items() if call.written}
+        self.hooks = {k: _SlotHook(self.slot(k), self.layouts[k], loop, k in written) for k in self.names}
         self.handles = [self.inside.get_submodule(k).register_forward_hook(h) for k, h in self.hooks.items()]
 
     def _writes(self) -> int: return sum(p._version for p in self.host.parameters()) # noqa: SLF001  # torch has no other name for it
@@ -154,14 +155,15 @@ def _without_graphs(module: nn.Module) -> Iterator[None]:
 
 class _SlotHook:
     "Passes a submodule's output through a slot; `loop` runs the network lane by lane, and gives the current lane."
-    def __init__(self, slot: Slot, layout: str, loop: PerLane | None):
-        self.slot, self.layout, self.loop = slot, layout, loop
+    def __init__(self, slot: Slot, layout: str, loop: PerLane | None, written: bool):
+        self.slot, self.layout, self.loop, self.written = slot, layout, loop, written
         self.ran = _Ran()
 
     def __call__(self, module, args, output):
         self.ran.mark()
         h = to_slot(output, self.layout)
         out = from_slot(self.slot(h) if self.loop is None else self.slot.play_lane(h, self.loop.turn), self.layout)
+        if self.written and not self.slot.idle: out = out.clone() # what the slot and its seed keep stays as it is
         return out.contiguous() if output.is_contiguous() else out # a `view` of the features works as before
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #a82559d4
@@ -648,10 +650,11 @@ def _width(layer: nn.Module | None) -> int | None:
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #fd04b60b
 class Call(NamedTuple):
-    "What a submodule is called with, and whether what it returns is contiguous."
+    "What a submodule is called with, and what is special about its output."
     positions: int # arguments by position
     names: tuple[str, ...] # of the others
     contiguous: bool = False
+    written: bool = False # the network works in place on it
 
 class FeatureSeen(NamedTuple):
     "The output of a submodule in a forward pass."
@@ -670,6 +673,7 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
         check(k in known, "slot", k, "the name of a submodule" + hint)
         check_owner(module, k)
     seen: dict[str, FeatureSeen] = {}
+    writes: dict[str, int] = {} # into an output, at the time
     ran: list[nn.Module] = []
 
     def noting(k):
@@ -680,6 +684,7 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
                   "behind it, such as the embedding that takes such numbers")
             check(k not in seen, "slot", k, "a submodule that runs once in a forward pass")
             seen[k] = FeatureSeen(out, ran[-1] if ran else None, Call(len(args), tuple(kwargs), out.is_contiguous()))
+            writes[k] = _writes_into(out)
         return hook
 
     def passing(layer, args, out): ran.append(layer)
@@ -692,7 +697,10 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
     finally:
         for h in handles: h.remove()
     for k in names: check(k in seen, "slot", k, "a submodule that the forward pass runs")
-    return seen
+    return {k: s._replace(call=s.call._replace(written=_writes_into(s.out) > writes[k])) for k, s in seen.items()}
+
+def _writes_into(x: Tensor) -> int: # so far; 0: nobody counts them in inference mode
+    return 0 if x.is_inference() else x._version # noqa: SLF001  # torch has no other name for it
 
 def check_owner(module: nn.Module, name: str): # of a submodule
     "Raise a `ValueError` for a slot whose owner reads weights or attributes of that submodule itself."
