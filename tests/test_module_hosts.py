@@ -698,6 +698,19 @@ def test_a_forward_that_works_in_place_changes_no_loss_and_no_signal(how, side, 
         for one, other in zip(trained(True), trained(False), strict=True): assert torch.equal(one, other)
     finally: forget_blueprint("ends_in_tanh", "cnn")
 
+@pytest.mark.parametrize("layer", [nn.ReLU(True), nn.Dropout(.3, True), nn.RReLU(inplace=True)], ids=repr)
+def test_a_layer_that_works_in_place_trains_behind_any_seed(layer):
+    plain_blueprint("ends_in_tanh", "BC")(lambda c: nn.Sequential(nn.Linear(c, c), nn.Tanh()))
+    try:
+        net, x = nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 2)), torch.randn(4, 6)
+        model = attach_slots(net, ["0"], x, blueprints=["ends_in_tanh"], layouts={"0": "BD"}).train()
+        model.germinate("0", "ends_in_tanh", tempo=0)
+        for _ in range(3):
+            model.advance("0", force=True)
+            model(x).sum().backward()
+        assert model.slot("0").state(0).stage == Stage.HOLDING and net[0].weight.grad.any()
+    finally: forget_blueprint("ends_in_tanh", "transformer")
+
 class Viewing(nn.Module):
     "Its `view` asks for contiguous features."
     def __init__(self, layout):

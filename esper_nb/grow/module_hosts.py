@@ -697,7 +697,9 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
     finally:
         for h in handles: h.remove()
     for k in names: check(k in seen, "slot", k, "a submodule that the forward pass runs")
-    return {k: s._replace(call=s.call._replace(written=_writes_into(s.out) > writes[k])) for k, s in seen.items()}
+    drops = any(getattr(m, "inplace", False) and hasattr(m, "p") for m in module.modules()) # in training alone
+    written = {k: drops or _writes_into(s.out) > writes[k] for k, s in seen.items()}
+    return {k: s._replace(call=s.call._replace(written=written[k])) for k, s in seen.items()}
 
 def _writes_into(x: Tensor) -> int: # so far; 0: nobody counts them in inference mode
     return 0 if x.is_inference() else x._version # noqa: SLF001  # torch has no other name for it
