@@ -156,7 +156,8 @@ def _without_graphs(module: nn.Module) -> Iterator[None]:
 class _SlotHook:
     "Passes a submodule's output through a slot; `loop` runs the network lane by lane, and gives the current lane."
     def __init__(self, slot: Slot, layout: str, loop: PerLane | None, written: bool):
-        self.slot, self.layout, self.loop, self.written = slot, layout, loop, written
+        self.slot, self.layout, self.loop = slot, layout, loop
+        self.written = written # the network works in place on what it gets
         self.ran = _Ran()
 
     def __call__(self, module, args, output):
