@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from esper_nb.control import GrowVecEnv
 from esper_nb.core import by_lane, find_form, lane, lane_form, lane_module, per_lane, reset_lanes, run_on_trial, seeded
 from esper_nb.grow import (
-    FAMILIES, SEED_LAYOUTS, Decision, ModuleHostConfig, attach_slots, blueprint_size, explore_host, export_model,
+    FAMILIES, SEED_LAYOUTS, Decision, ModuleHostConfig, Stage, attach_slots, blueprint_size, explore_host, export_model,
     forget_blueprint, get_blueprint, make_blueprint, module_model, plain_blueprint)
 from esper_nb.record import load_checkpoint, save_checkpoint
 from esper_nb.train import FitConfig, evaluate, fit, get_task, new_population, task_from_arrays
@@ -421,6 +421,19 @@ def test_a_slot_that_its_owner_cannot_use_is_refused_before_training(slot, words
         new_population(of_digits(Words, slot), FitConfig(lanes=1))
     with pytest.raises(ValueError, match=words): attach_slots(Words(), [slot], torch.rand(2, 1, 8, 8))
 
+def test_what_no_seed_or_task_can_use_is_refused_with_the_way_out():
+    net, x = nn.Sequential(nn.Sequential(nn.Embedding(5, 4)), nn.Linear(4, 4)), torch.arange(6).view(2, 3)
+    net.first = net[0]
+    with pytest.raises(ValueError, match="slot='first', expected the name of a submodule; did you mean '0'"):
+        attach_slots(net, ["first"], x)
+    with pytest.raises(ValueError, match="output of 0=torch.int64, expected features in floating point"):
+        attach_slots(nn.Sequential(nn.Identity(), net), ["0"], x[..., None])
+    dense, pair = nn.Conv2d(1, 2, 1), nn.Bilinear(8, 8, 10)
+    for one, words in ((dense, "one number for each class"), (pair, "does not take")):
+        config = ModuleHostConfig(lambda one=one: nn.Sequential(one), ["0"], (1, 8, 8), 10)
+        with pytest.raises(ValueError, match=rf"{words}.*grows in a loop of yours: attach_slots\(net"):
+            explore_host(config)
+
 class OwnLanes(Small):
     "A network whose authors, too, have something that they call lanes."
     def __init__(self, lanes=4):
@@ -649,6 +662,81 @@ def test_a_slot_before_a_layer_that_works_in_place_keeps_what_it_read(side, lane
             for k in pop.model.names: pop.model.advance(k, lanes, force=True)
         return results
     for one, other in zip(trained(True), trained(False), strict=True): assert torch.equal(one, other)
+
+class Writing(nn.Module):
+    "Works in place on features, or does the same with copies."
+    def __init__(self, how, inplace):
+        super().__init__()
+        self.up, self.mid, self.head = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 10)
+        self.how, self.copies = how, not inplace
+    def forward(self, x):
+        h = self.up(x).clone() if self.copies else self.up(x)
+        if self.how == "relu": h = F.relu(h, inplace=True)
+        elif self.how == "add": h += x
+        else: h[:, :, 0] = 0
+        return self.head(self.mid(h).relu().mean((2, 3)))
+
+@pytest.mark.parametrize("lanes", [[0, 1, 2], [1]], ids=["all lanes", "some lanes"])
+@pytest.mark.parametrize("side", [True, False], ids=["side by side", "lane by lane"])
+@pytest.mark.parametrize("how", ["relu", "add", "index"])
+def test_a_forward_that_works_in_place_changes_no_loss_and_no_signal(how, side, lanes):
+    plain_blueprint("ends_in_tanh", "BCHW")(lambda c: nn.Sequential(nn.Conv2d(c, c, 3, padding=1), nn.Tanh()))
+    def trained(inplace):
+        config = ModuleHostConfig(Writing, ["up", "mid"], (1, 8, 8), 10, kwargs=dict(how=how, inplace=inplace),
+                                  side_by_side=side)
+        task = get_task("digits").replace(name="writing", host=config, slots=("up", "mid"))
+        config = FitConfig(lanes=3, epochs=4, batch_size=32, width=3, workers=1)
+        pop, results = new_population(task, config, data=get_task("digits").load("cpu", limit=64)), []
+        pop.model.germinate("up", "ends_in_tanh", lanes, tempo=1)
+        for r in fit(pop, controller=lambda pop, last: [None] * 3): # who decides is told where it may grow
+            results += [r.train.loss, *(r.signals[k] for k in pop.model.names)]
+            if pop.model.slot("up").state(lanes[0]).stage != Stage.HOLDING: pop.model.advance("up", lanes, force=True)
+        x = torch.rand(2, 1, 8, 8)
+        export_model(pop.model, 1, x, bake=True).train()(x).sum().backward()
+        return results
+    try:
+        for one, other in zip(trained(True), trained(False), strict=True): assert torch.equal(one, other)
+    finally: forget_blueprint("ends_in_tanh", "cnn")
+
+@pytest.mark.parametrize("layer", [nn.ReLU(True), nn.Dropout(.3, True), nn.RReLU(inplace=True)], ids=repr)
+def test_a_layer_that_works_in_place_trains_behind_any_seed(layer):
+    plain_blueprint("ends_in_tanh", "BC")(lambda c: nn.Sequential(nn.Linear(c, c), nn.Tanh()))
+    try:
+        net, x = nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 2)), torch.randn(4, 6)
+        model = attach_slots(net, ["0"], x, blueprints=["ends_in_tanh"], layouts={"0": "BD"}).train()
+        model.germinate("0", "ends_in_tanh", tempo=0)
+        for _ in range(3):
+            model.advance("0", force=True)
+            model(x).sum().backward()
+        assert model.slot("0").state(0).stage == Stage.HOLDING and net[0].weight.grad.any()
+    finally: forget_blueprint("ends_in_tanh", "transformer")
+
+class Viewing(nn.Module):
+    "Its `view` asks for contiguous features."
+    def __init__(self, layout):
+        super().__init__()
+        self.layout, self.act, self.head = layout, nn.ReLU(), nn.Linear(128, 10)
+        self.up = dict(BCHW=partial(nn.Conv2d, 1, 2, 3, padding=1), BDL=partial(nn.Conv1d, 8, 16, 3, padding=1),
+                       BLD=partial(nn.Linear, 8, 16))[layout]()
+    def forward(self, x):
+        h = self.act(self.up(x))
+        return self.head(h.view(h.size(0), -1))
+
+@pytest.mark.parametrize("side", [True, False], ids=["side by side", "lane by lane"])
+@pytest.mark.parametrize("lanes", [[0, 1, 2], [0, 2]], ids=["all lanes", "some lanes"])
+@pytest.mark.parametrize("layout, reads", [("BCHW", "BCHW"), ("BDL", "BCL"), ("BLD", "BLD")])
+def test_a_view_of_the_features_works_with_every_seed_and_after_the_export(own_blueprints, layout, reads, lanes, side):
+    config = ModuleHostConfig(Viewing, {"act": layout}, (1, 8, 8), 10, reads, dict(layout=layout), side)
+    empty, x = module_model(config, lanes=3), batch(config, 3)
+    for name in {"norm", *own_blueprints}.intersection(empty.slot("act").blueprints):
+        model = copy.deepcopy(empty)
+        model.germinate("act", name, lanes, tempo=0)
+        for _ in range(3):
+            model.advance("act", lanes, force=True)
+            model(x).sum().backward()
+        with torch.no_grad():
+            told = model.eval()(x).chunk(3, -1)[2]
+            near(export_model(model, 2, of_lane(x, 2, 3), bake=True)(model.host.read(of_lane(x, 2, 3))), told)
 
 @pytest.mark.parametrize("lanes", [[0, 1, 2, 3], [0, 1]], ids=["all lanes", "some lanes"])
 def test_a_layer_that_works_in_place_leaves_the_hosts_features_alone(lanes):

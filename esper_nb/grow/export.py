@@ -75,7 +75,8 @@ def export_model(
             PickOutput.drop(net)
         net = settle_weights(net) # not before: a lane is found by the names that its weights have in the factory
         for k in sorted(forms, key=lambda k: -k.count(".")): # inner ones first
-            _pair_up(net, k, _Turned(forms[k], one.layouts[k]), one.calls.get(k, Call(1, ())))
+            call = one.calls.get(k, Call(1, ()))
+            _pair_up(net, k, _Turned(forms[k], one.layouts[k], call), call)
     else: net = _traced(_Walk(plain_module(one.host), forms))
     check_finite(net)
     def same_output(*x): return net(*map(read, x)) if output is None else net(*map(read, x))[output]
@@ -245,17 +246,20 @@ class _Walk(Form):
 
 class _Turned(Form):
     "A grown seed between two permutations of the features' axes."
-    def __init__(self, form: Form, layout: str):
+    def __init__(self, form: Form, layout: str, call: Call):
         super().__init__()
-        self.form, self.layout = form, layout
+        self.form, self.layout, self.call = form, layout, call
 
-    def forward(self, x): return from_slot(self.form(to_slot(x, self.layout)), self.layout)
+    def forward(self, x):
+        y = from_slot(self.form(to_slot(x, self.layout)), self.layout)
+        if self.call.written: y = y.clone() # what backward needs of it stays as it is
+        return y.contiguous() if self.call.contiguous else y
 
 def _pair_up(net: nn.Module, k: str, form: Form, call: Call = Call(1, ())):
     "Replace a submodule by a pair, in every place where the network holds it."
     part = net.get_submodule(k)
     both = OrderedDict(host=part, grown=_traced(form))
-    pair = nn.Sequential(both) if call == Call(1, ()) else _pair_with_arguments(both, call)
+    pair = nn.Sequential(both) if (call.positions, call.names) == (1, ()) else _pair_with_arguments(both, call)
     for owner in [m for m in net.modules() if m is not part]:
         for name, child in list(vars(owner)["_modules"].items()): # `named_children` shows one name of each
             if child is part: setattr(owner, name, pair)

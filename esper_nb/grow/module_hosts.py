@@ -120,7 +120,8 @@ class AttachedModel(Growing):
 
     def _put_hooks_on(self):
         loop = self.host.loop if isinstance(self.host, LaneModule) else None
-        self.hooks = {k: _SlotHook(self.slot(k), self.layouts[k], loop) for k in self.names}
+        written = {k for k, call in self.calls.items() if call.written}
+        self.hooks = {k: _SlotHook(self.slot(k), self.layouts[k], loop, k in written) for k in self.names}
         self.handles = [self.inside.get_submodule(k).register_forward_hook(h) for k, h in self.hooks.items()]
 
     def _writes(self) -> int: return sum(p._version for p in self.host.parameters()) # noqa: SLF001  # torch has no other name for it
@@ -154,14 +155,17 @@ def _without_graphs(module: nn.Module) -> Iterator[None]:
 
 class _SlotHook:
     "Passes a submodule's output through a slot; `loop` runs the network lane by lane, and gives the current lane."
-    def __init__(self, slot: Slot, layout: str, loop: PerLane | None):
+    def __init__(self, slot: Slot, layout: str, loop: PerLane | None, written: bool):
         self.slot, self.layout, self.loop = slot, layout, loop
+        self.written = written # the network works in place on what it gets
         self.ran = _Ran()
 
     def __call__(self, module, args, output):
         self.ran.mark()
         h = to_slot(output, self.layout)
-        return from_slot(self.slot(h) if self.loop is None else self.slot.play_lane(h, self.loop.turn), self.layout)
+        out = from_slot(self.slot(h) if self.loop is None else self.slot.play_lane(h, self.loop.turn), self.layout)
+        if self.written and not self.slot.idle: out = out.clone() # what the slot and its seed keep stays as it is
+        return out.contiguous() if output.is_contiguous() else out # a `view` of the features works as before
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #a82559d4
 def attach_slots(
@@ -385,8 +389,11 @@ def explore_host(
 LABELLED_TOKENS = ("a classifier of tokens grows in a loop of yours: attach_slots(net, [...], tokens), and "
                    "Governor(net, optimizer, ...) guards it")
 
-def _token_hint(module: nn.Module, config: ModuleHostConfig, error: Exception) -> str:
-    "Say what to do with a network that looks tokens up and is given numbers."
+_OTHER_NETWORKS = "; a network with other inputs or outputs grows in a loop of yours: attach_slots(net, [...], *inputs)"
+
+def _input_hint(module: nn.Module, config: ModuleHostConfig, error: Exception) -> str:
+    "Say what to do with a network that takes several inputs, or that looks tokens up and is given numbers."
+    if isinstance(error, TypeError): return _OTHER_NETWORKS
     looks_up = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in module.modules())
     if config.reads == "BL" or not looks_up or "indices" not in str(error): return ""
     return f"; it looks tokens up: {LABELLED_TOKENS}"
@@ -404,9 +411,10 @@ def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Ex
     try: y = module.eval()(x)
     except Exception as e:
         raise ValueError(f"{config.factory} does not take {tuple(x.shape)}, which is reads={config.reads!r} of "
-                         f"shape={config.shape}: {e}{_token_hint(module, config, e)}") from e
+                         f"shape={config.shape}: {e}{_input_hint(module, config, e)}") from e
     y = _picked(config, y, expected)
-    check(y.shape == expected, f"output of {config.factory}", tuple(y.shape), f"{expected}: one number for each class")
+    check(y.shape == expected, f"output of {config.factory}", tuple(y.shape),
+          f"{expected}: one number for each class" + _OTHER_NETWORKS * (y.ndim != len(expected)))
     ended, largest = _order(module, x)
     seen = find_features(module, list(config.layouts), [x])
     places = _places(config.layouts, module, seen, ended)
@@ -643,9 +651,11 @@ def _width(layer: nn.Module | None) -> int | None:
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #fd04b60b
 class Call(NamedTuple):
-    "What a submodule is called with."
+    "What a submodule is called with, and what is special about its output."
     positions: int # arguments by position
     names: tuple[str, ...] # of the others
+    contiguous: bool = False
+    written: bool = False # the network works in place on it
 
 class FeatureSeen(NamedTuple):
     "The output of a submodule in a forward pass."
@@ -655,22 +665,27 @@ class FeatureSeen(NamedTuple):
 
 def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Tensor]) -> dict[str, FeatureSeen]:
     "Return the outputs of some submodules for an example batch, in the order in which they run."
-    known = [k for k, _ in module.named_modules() if k]
+    first = {m: k for k, m in module.named_modules() if k}
+    known, every = list(first.values()), dict(module.named_modules(remove_duplicate=False))
     for k in names:
-        near = difflib.get_close_matches(k, known, 1)
+        near = [first[every[k]]] if every.get(k) in first else difflib.get_close_matches(k, known, 1)
         hint = f"; did you mean {near[0]!r}?" if near else f", such as {', '.join(known[:3])}" if known else (
             f", and {type(module).__name__} has none: hand over the network that it is a part of")
         check(k in known, "slot", k, "the name of a submodule" + hint)
         check_owner(module, k)
     seen: dict[str, FeatureSeen] = {}
+    writes: dict[str, int] = {} # into an output, at the time
     ran: list[nn.Module] = []
 
     def noting(k):
         def hook(_, args, kwargs, out):
             check(isinstance(out, Tensor), f"output of {k}", type(out).__name__, "one tensor; name a layer behind it "
                   "that returns one, such as the linear layer that follows an LSTM")
+            check(out.is_floating_point(), f"output of {k}", out.dtype, "features in floating point; name a layer "
+                  "behind it, such as the embedding that takes such numbers")
             check(k not in seen, "slot", k, "a submodule that runs once in a forward pass")
-            seen[k] = FeatureSeen(out, ran[-1] if ran else None, Call(len(args), tuple(kwargs)))
+            seen[k] = FeatureSeen(out, ran[-1] if ran else None, Call(len(args), tuple(kwargs), out.is_contiguous()))
+            writes[k] = _writes_into(out)
         return hook
 
     def passing(layer, args, out): ran.append(layer)
@@ -683,7 +698,12 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
     finally:
         for h in handles: h.remove()
     for k in names: check(k in seen, "slot", k, "a submodule that the forward pass runs")
-    return seen
+    drops = any(getattr(m, "inplace", False) and hasattr(m, "p") for m in module.modules()) # in training alone
+    written = {k: drops or _writes_into(s.out) > writes[k] for k, s in seen.items()}
+    return {k: s._replace(call=s.call._replace(written=written[k])) for k, s in seen.items()}
+
+def _writes_into(x: Tensor) -> int: # so far; 0: nobody counts them in inference mode
+    return 0 if x.is_inference() else x._version # noqa: SLF001  # torch has no other name for it
 
 def check_owner(module: nn.Module, name: str): # of a submodule
     "Raise a `ValueError` for a slot whose owner reads weights or attributes of that submodule itself."
