@@ -100,8 +100,8 @@ TASKS = {
         f"a, b = {HALF}\nfar = (F.normalize(net(a), dim=1) - F.normalize(net(b), dim=1)).square().sum(1)\n"
         "same = y[:len(y) // 2] == y[len(y) // 2:]\n"
         "loss = torch.where(same, 4 * far, F.relu(1 - far)).mean()",
-        "(F.normalize(net(TX[:148]), dim=1) - F.normalize(net(TX[148:296]), dim=1)).square().sum(1)"
-        ".sub((TY[:148] != TY[148:296]).float()).square().mean()", out=16),
+        "(lambda far, same: torch.where(same, 4 * far, F.relu(1 - far)).mean())((F.normalize(net(TX[:148]), dim=1) - "
+        "F.normalize(net(TX[148:296]), dim=1)).square().sum(1), TY[:148] == TY[148:296])", out=16),
     "momentum queue": Task(
         "q = F.normalize(net(x + .1 * torch.randn_like(x)), dim=1)\n"
         "with torch.no_grad(): k = F.normalize(keys(x + .1 * torch.randn_like(x)), dim=1)\n"
@@ -113,7 +113,7 @@ TASKS = {
               "queue, at = F.normalize(torch.randn(16, 128), dim=0), 0",
         more="with torch.no_grad():\n"
              "    for slow, fast in zip(keys.parameters(), net.parameters()): slow.lerp_(fast, .02)\n"
-             "    queue[:, (at + torch.arange(len(k))) % 128] = k.T\n"
+             "    queue[:, (at + torch.arange(len(k))) % 128] = k.T.float()\n"
              "at = (at + len(k)) % 128"),
     "GAN": Task(
         "", "torch.cdist(net(NOISE), RING).min(1).values.mean() + torch.cdist(net(NOISE), RING).min(0).values.mean()",
@@ -390,6 +390,7 @@ def draw(seed: int) -> Draw:
     extras = [e for e in rng.sample(list(EXTRAS), rng.randint(0, 3)) if not (EXTRAS[e].module and "tensors" in tags)]
     if sum(EXTRAS[e].body.startswith(LOOK) for e in extras) > 1: extras = extras[:1]
     source = rng.choice(list(SOURCES))
+    if task == "GAN": extras = [e for e in extras if e != "look in training mode"] # its network reads noise
     if SOURCES[source].endless: extras = [e for e in extras if not EXTRAS[e].epoch]
     steps = rng.randint(260, 300)
     return Draw(seed, task, net, optimizer, "none" if hand else rng.choice(list(SCHEDULES)), form,
@@ -452,12 +453,12 @@ def write(d: Draw, way: str | None = None) -> str:
              f"clock = {clock}" if clock else "", "scaler = torch.amp.GradScaler('cpu', init_scale=256.)" * scaled,
              "micro = 0" if d.form == "accumulated" else "", "norms = []" if d.clip == "logged norm" else "",
              NOISES[d.noise][0], *(e.setup for e in extras)]
-    parts = [*([] if tensors else ["net"]), *opts, *(["clock"] if clock else [])]
-    more = [*(["*weights.values()"] if tensors and not opts else []),
+    parts = ["*weights.values()" if tensors else "net", *opts, *(["clock"] if clock else [])]
+    more = [*[],
             *(["scaler"] if scaled else []), *(["*momenta"] if "momenta" in optimizer else []),
             *(n for n in task.state if n not in ("baseline", "at")), *(n for e in extras for n in e.parts)]
-    if not d.forgets or way == "watch" or not parts: parts = [*parts, *more]
-    state = [*("weights" if tensors else "net").split(), *opts, *(["clock"] if clock else []), *(m.strip("*") for m in more if m != "*weights.values()"),
+    if not d.forgets or way == "watch": parts = [*parts, *more]
+    state = [*("weights" if tensors else "net").split(), *opts, *(["clock"] if clock else []), *(m.strip("*") for m in more),
              *(n for e in extras for n in e.state), *(["draw"] if NOISES[d.noise][0] else []),
              *(["micro"] if d.form == "accumulated" else []), *(n for n in ("baseline", "at") if n in task.state)]
     state = list(dict.fromkeys(state))
@@ -668,6 +669,10 @@ def data_of(task: Task) -> dict[str, Tensor]:
     else: x, y = X, Y
     return dict(X=x[:TRAIN], Y=y[:TRAIN], TX=x[TRAIN:], TY=y[TRAIN:], NOISE=torch.randn(256, 64, generator=g), RING=RING)
 
+def plain(state: dict) -> dict:
+    "Generators as the tensors of their states."
+    return {k: v.get_state() if isinstance(v, torch.Generator) else v for k, v in state.items()}
+
 def measured(test: str, space: dict) -> float:
     "A loss on data that are never trained on."
     net, kept = space["net"], torch.get_rng_state()
@@ -687,7 +692,7 @@ def played(d: Draw, way: str | None = None, fault: str | None = None, seed: int 
         spoil.found = found
         if "first" not in kept: kept["first"] = measured(test, space | found)
     space: dict[str, Any] = dict(data_of(TASKS[d.task]), seed=seed, Governor=Governor, spoil=spoil, ready=ready,
-                                 done=lambda **state: kept.update(state=digest(state)), watched=governors.append,
+                                 done=lambda **state: kept.update(state=digest(plain(state))), watched=governors.append,
                                  __name__="__main__")
     name = f"<drawn {d.seed} {way}>"
     linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
