@@ -20,7 +20,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,11 +102,12 @@ def write(d: Draw, way: str | None = None) -> str:
     if d.task == "variational": ready += ", decoder=decoder"
     setup = joined([*setup, ready + ")"])
     return laid_out(d, way, setup, joined(core), [joined([e.body]) for e in extras if e.body],
-                    joined([FORMATS[d.format][0], source.setup]), joined([e.epoch for e in extras if e.epoch]), parts,
-                    state)
+                    joined([FORMATS[d.format][0], source.setup]), joined([e.epoch for e in extras if e.epoch]),
+                    (parts, state))
 
-def laid_out(d: Draw, way, setup: str, core: str, after: list[str], data: str, epoch: str, parts, state) -> str:
-    "The lines of a script in their order."
+def laid_out(d: Draw, way, setup: str, core: str, after: list[str], data: str, epoch: str, kept) -> str:
+    "The lines of a script in their order; names of what is handed over, and of what is compared in the end."
+    parts, state = kept
     source, names, me = SOURCES[d.source], stored(setup), ""
     whole = "\n".join([core, *after])
     word = "global" if d.module else "nonlocal"
@@ -416,21 +416,30 @@ def share(n: int, of: int) -> str:
     low, high = [100 * (middle + sign * wide) / (1 + z**2 / of) for sign in (-1, 1)]
     return f"{n} of {of} ({100 * p:.0f} [{low:.0f}, {high:.0f}] %)"
 
-def summary(rows: list[dict]) -> str:
-    "What became of all runs."
+def table(rows: list[dict]) -> str:
+    "What became of all runs, in Markdown."
     rows = [r for r in rows if r["learns"]]
-    lines = [f"{len(rows)} loops that learn"]
-    for way in dict.fromkeys(w for r in rows for w in r["healthy"]):
-        healthy = [r["healthy"][way] for r in rows]
+    lines = ["| guarded by | healthy runs as alone, without a word | recovered, of those that a fault damages "
+             "| made worse | ended by the guard | causes true, unknown, false |", "|---|---|---|---|---|---|"]
+    for way in WAYS:
+        healthy = [r["healthy"][way] for r in rows if way in r["healthy"]]
         mine = [x for r in rows for x in r["ruined"] if x["way"] == way]
-        harmed = [x for x in mine if x["verdict"] != "harmless"]
-        counts, named = Counter(x["verdict"] for x in mine), Counter(x["named"] for x in mine)
-        new = [x for x in mine if x["ended"] and not x["bare_ended"]]
-        ended = Counter(f"{x['ended'].split(':')[0]} in {x['where']}" for x in new)
-        lines.append(
-            f"{way:8s} healthy runs as alone {share(sum(not h for h in healthy), len(healthy))}; recovered "
-            f"{share(counts['recovered'], len(harmed))}, {dict(counts)}, causes {dict(named)}, ended {dict(ended)}")
+        def count(key, value, mine=mine): return sum(x[key] == value for x in mine)
+        ended = sum(bool(x["ended"] and not x["bare_ended"]) for x in mine)
+        lines.append(f"| `{way}` | {share(sum(not h for h in healthy), len(healthy))} | "
+                     f"{share(count('verdict', 'recovered'), len(mine) - count('verdict', 'harmless'))} | "
+                     f"{share(count('verdict', 'worse'), len(mine))} | {ended} | "
+                     f"{', '.join(str(count('named', k)) for k in ('true', 'unknown', 'false'))} |")
     return "\n".join(lines)
+
+def store(path: Path, rows: list[dict], seeds: str):
+    "Write what became of every run, without reports and logs."
+    kept = ("fault", "way", "bare", "score", "verdict", "named", "ended")
+    def plainly(v): return None if isinstance(v, float) and not math.isfinite(v) else v
+    brief = [r | dict(scores=[plainly(s) for s in r["scores"]], slack=plainly(r["slack"]), ruined=[
+        {k: plainly(x[k]) for k in kept} for x in r["ruined"]]) for r in rows]
+    said = dict(seeds=seeds, drawn=len(rows), learn=sum(r["learns"] for r in rows), table=table(rows), rows=brief)
+    path.write_text(json.dumps(said, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8")
 
 def main():
     "Read the command line, and print what was asked for."
@@ -447,8 +456,8 @@ def main():
     for d in draws:
         if args.show: print(f"# {d}", write(d, None if args.show == "alone" else args.show), sep="\n")
         else: rows.append(told(d, args.ways.split(",")))
-        if args.json: args.json.write_text(json.dumps(rows), encoding="utf-8")
-    if rows: print(summary(rows))
+        if args.json and rows: store(args.json, rows, args.seeds)
+    if rows: print(table(rows))
 
 
 if __name__ == "__main__": main()
