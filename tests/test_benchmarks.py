@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import faults, growth, lanes
+from benchmarks import drawn_loops, faults, growth, lanes
 from benchmarks.growth import GROWTH_CASES, GROWTH_PLANS, GrowthCase, PlainGrown, arithmetic_share, growth_text
 from benchmarks.detector_bench import SpikeDetection, lightning
 from benchmarks.measure import Case, Side, fastest_epoch, find_maker, machine, machine_text, take_turns
@@ -184,3 +184,30 @@ def test_the_other_tool_trains_the_same_network():
     world = faults.FaultWorld(task, task.load(), dict(epochs=2), 1, 5)
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
         assert 0 <= faults.stability_guard_run(world, "explode", 0) <= 100
+
+
+# --- drawn loops
+
+def test_a_seed_draws_one_loop_that_is_a_script_in_every_way():
+    draws = [drawn_loops.draw(seed) for seed in range(150)]
+    assert draws == [drawn_loops.draw(seed) for seed in range(150)]
+    for d in draws:
+        texts = [drawn_loops.write(d, way) for way in (None, *drawn_loops.WAYS)]
+        for text in texts: compile(text, "drawn", "exec")
+        assert "governor" not in texts[0] and not any("$" in text for text in texts)
+        assert all(drawn_loops.FAULTS[fault].can(d) for fault in drawn_loops.faults_of(d, 2))
+    for name, table in dict(task=drawn_loops.TASKS, net=drawn_loops.NETS, form=drawn_loops.FORMS,
+                            optimizer=drawn_loops.OPTIMIZERS, source=drawn_loops.SOURCES).items():
+        assert len({getattr(d, name) for d in draws}) > .8 * len(table), name
+
+
+@pytest.mark.parametrize("way", drawn_loops.WAYS)
+def test_a_drawn_loop_is_held_against_the_same_run_alone(way):
+    def seen(*how): return drawn_loops.in_a_copy(lambda: drawn_loops.played(d, *how))
+    d = drawn_loops.draw(0)._replace(steps=90, at=60)
+    clean, ruined = seen(), seen(None, "a layer NaN")
+    assert clean["score"] < clean["first"] and math.isnan(ruined["score"]) and not clean["ended"]
+    assert drawn_loops.judged_healthy(seen(way), clean) == []
+    assert "state" in drawn_loops.judged_healthy(ruined, clean)
+    guarded = drawn_loops.judged_ruined(seen(way, "a layer NaN"), clean | dict(slack=.2), ruined, "a layer NaN")
+    assert guarded["verdict"] == "recovered" and guarded["named"] == ("" if way == "watch" else "true")

@@ -1132,7 +1132,7 @@ def test_a_write_between_two_steps_is_proved_and_is_no_part_of_the_step():
 
 def test_a_single_bit_is_seen_when_all_of_it_is_looked_at():
     (seen,) = watched(one_bit_of_a_moment, every=1)
-    assert (seen.names, seen.after, seen.how) == (("optimizer.2.exp_avg",), 8, "bits")
+    assert (seen.names, seen.after, seen.how) == (("optimizer.state2.exp_avg",), 8, "bits")
 
 def test_all_of_the_state_is_looked_at_as_often_as_wanted():
     watch, looks = StateWatch(lambda: dict(w=torch.zeros(4)), every=16), 0

@@ -38,7 +38,7 @@ def test_every_scheduler_of_torch_is_here():
 def advance(scheduler, t):
     scheduler.step(*([1.] if isinstance(scheduler, S.ReduceLROnPlateau) else []))
 
-def rates(make, nan_at=(), config=AT_ONCE, cut_at=None, steps=60):
+def rates(make, nan_at=(), config=AT_ONCE, cut_at=None, steps=60, before=None):
     "The learning rate at every step of a loop, and its Governor."
     torch.manual_seed(0)
     net = nn.Linear(2, 2)
@@ -47,6 +47,7 @@ def rates(make, nan_at=(), config=AT_ONCE, cut_at=None, steps=60):
     gov, out = Governor(net, opt, sched, chance_loss=2.3, config=config), []
     for t in range(steps):
         if t == cut_at: scale_lr(opt, .5); scale_lr(sched, .5)
+        if t in (before or {}): before[t](opt, sched)
         out.append(opt.param_groups[0]["lr"])
         opt.step()
         if t in nan_at: net.weight.data.fill_(math.nan)
@@ -94,6 +95,23 @@ def test_a_rate_forty_times_too_high_does_not_outlive_a_rollback():
         gov.watch(math.nan)
         if make: gov.watch(math.nan)
         assert opt.param_groups[0]["lr"] <= .1
+
+READERS = {k: SCHEDULERS[k] for k in ("LambdaLR", "CyclicLR", "OneCycleLR")} | dict(
+    SequentialLR=lambda o: S.SequentialLR(o, [S.LambdaLR(o, lambda t: 1.), S.LambdaLR(o, lambda t: .9**t)], [20]))
+
+@pytest.mark.parametrize("make", READERS.values(), ids=READERS)
+def test_what_a_schedule_reads_is_put_back_where_somebody_has_raised_it(make):
+    "The rates that these compute theirs from, in themselves and in the groups: else a rollback lasts for one step."
+    def raise_all(opt, sched):
+        for g in opt.param_groups: g.update({k: 40 * g[k] for k in ("initial_lr", "max_lr", "min_lr") if k in g})
+        for s in getattr(sched, "_schedulers", [sched]):
+            for name in ("base_lrs", "max_lrs"):
+                if hasattr(s, name): setattr(s, name, [40 * lr for lr in getattr(s, name)])
+        opt.param_groups[0]["lr"] *= 40
+    free = rates(make)[0]
+    hurt, gov = rates(make, [36], before={35: raise_all})
+    assert [r.action for r in gov.reports] == ["rollback"] and hurt[36] > 10 * free[36]
+    assert np.allclose(hurt[38:], free[38:], rtol=1e-6) and hurt[37] <= 2 * max(free), (hurt[34:], free[34:])
 
 def test_cuts_are_capped_over_a_run_and_given_back_when_the_loss_is_back():
     net = nn.Linear(2, 2); opt = torch.optim.SGD(net.parameters(), lr=1.)

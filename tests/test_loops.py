@@ -573,6 +573,32 @@ def test_what_is_not_finite_between_two_steps_is_put_back_before_a_step_that_wou
     assert (report.reason, report.cause, report.lost) == ("state", "external", None), str(report)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), train(False)[1].parameters()))
 
+@pytest.mark.parametrize("part", ["moments", "a tensor"])
+def test_what_is_not_finite_beside_the_weights_is_found_among_what_was_written(part):
+    "It cost all batches since the good state: the health of a state and what writes into it had names of their own."
+    def train(fault):
+        torch.manual_seed(0)
+        net, speed = nn.Linear(16, 4), [torch.zeros(4, 16), torch.zeros(4)]
+        opt = torch.optim.Adam(net.parameters(), 1e-2)
+        governor = Governor(net, opt, *speed, chance_loss=math.log(4), config=QUIET)
+        def source():
+            for k, batch in enumerate(a_list()):
+                if fault and k == 48:
+                    (opt.state[net.weight]["exp_avg"] if part == "moments" else speed[0])[0, 0] = math.nan
+                yield batch
+        for x, y in governor.batches(source()):
+            loss = nn.functional.cross_entropy(net(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            for s, p in zip(speed, net.parameters()): s.mul_(.9).add_(p.grad)
+            governor.watch(loss)
+        return governor, [*net.parameters(), *speed]
+    governor, ended = train(True)
+    report, = governor.reports
+    assert (report.reason, report.cause, report.lost) == ("state", "external", None), str(report)
+    assert all(torch.equal(a, b) for a, b in zip(ended, train(False)[1]))
+
 
 def fit(net, opt, xs, aim, governor, spoilt=None):
     "The loop of a user, to be called for one network after another."

@@ -20,7 +20,8 @@ from .snapshots import Snapshot
 # %% ../../nbs/guard/18_rates.ipynb #5bc50882
 _RATES = ("base_lrs", "max_lrs", "_last_lr", "min_lrs") # where schedulers keep theirs
 _BOUNDS = ("eta_min",) # single numbers that a schedule falls to
-_GROUP_RATES = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr") # and parameter groups
+_FIXED = ("initial_lr", "max_lr", "min_lr", "swa_lr") # what it reads in parameter groups, and never raises itself
+_GROUP_RATES = ("lr", *_FIXED)
 
 def set_setting(
     group: dict, # parameter group of an optimizer
@@ -74,6 +75,18 @@ def scale_lr(
     return bool(groups)
 
 # %% ../../nbs/guard/18_rates.ipynb #f2bd465f
+def _cap_schedule(schedule, then: Mapping[str, Any], since: float) -> bool: # its saved state; as `_cap_bases`
+    "Put back what one schedule computes its rates from."
+    raised = False
+    for name in ("base_lrs", "max_lrs", "min_lrs"):
+        now, before = getattr(schedule, name, None), then.get(name)
+        if not (isinstance(now, list) and isinstance(before, list) and len(now) == len(before)): continue
+        capped = [b * since if float(a) > b * since else a for a, b in zip(now, before)]
+        raised |= capped != now
+        setattr(schedule, name, capped)
+    inner = zip(getattr(schedule, "_schedulers", ()), then.get("_schedulers", ()))
+    return any([_cap_schedule(*s, since) for s in inner]) or raised
+
 class LearningRates:
     "The learning rates of all parts, and the cuts that are in force."
     def __init__(self, snapshot: Snapshot): # of the parts
@@ -139,12 +152,22 @@ class LearningRates:
         then: float, # cuts in force at the snapshot
         again: int, # rollbacks before this one in the same incident; -1: unknown
     ):
-        "Put rates back that are far above those of the snapshot."
-        scheduled = self.scheduled
-        if scheduled and not again: return
-        since = self.factor / then
+        "Put rates back that are far above those of the snapshot, and in a rollback those that a schedule reads."
+        scheduled, since = self.scheduled, self.factor / then
+        raised = again >= 0 and self._cap_bases(since)
+        if scheduled and not again and not raised: return
         for group, before in self.snapshot.learning_rates():
             if float(group["lr"]) > (2 if scheduled else 1) * before * since: set_setting(group, "lr", before * since)
+
+    def _cap_bases(self, since: float) -> bool: # cuts made since the snapshot; whether one was raised
+        "Put back the rates that schedules compute theirs from, which no schedule raises."
+        raised = False
+        for kind in _FIXED:
+            for group, before in self.snapshot.learning_rates(kind):
+                if float(group[kind]) <= before * since: continue
+                set_setting(group, kind, before * since)
+                raised = True
+        return any([_cap_schedule(*s, since) for s in self.snapshot.schedules()]) or raised
 
     def follow(self, factor: float): # cuts in force in the restored state
         "Take over the cuts of a state that was put back whole, with its rates."

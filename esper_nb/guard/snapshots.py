@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 
 from ..core import (
     AnyPart, Leaf, ModulePart, OptimizerPart, RandomStreams, as_part, by_lane, check, check_count, has_lanes,
-    hold_interrupts, hook_steps, lane_runs, quiet_hooks, same_layout, wait_for, writes_only_state)
+    hold_interrupts, hook_steps, lane_runs, quiet_hooks, same_layout, unpack_tree, wait_for, writes_only_state)
 
 # %% ../../nbs/guard/12_snapshots.ipynb #87328e7e
 @dataclass(frozen=True)
@@ -560,15 +560,25 @@ class Snapshot:
         finally:
             for own in self.own.values(): own.away = False
 
-    def learning_rates(self) -> Iterator[tuple[dict[str, Any], Any]]: # live parameter group, its rate in the snapshot
+    def learning_rates(
+        self, kind: str = "lr", # name of a setting
+    ) -> Iterator[tuple[dict[str, Any], Any]]: # live parameter group, its rate in the snapshot
         "Return the parameter groups of torch optimizers that have a learning rate, with the one that was published."
         good = self.good_state(0)
         for name, part in self.parts.items():
             if good is None or not isinstance(part, OptimizerPart) or name not in good.version.rest: continue
             for group, (_, _, settings) in zip(part.obj.param_groups, good.version.rest[name]["groups"]):
-                then = settings.get("lr")
-                if then is None or group.get("lr") is None: continue
+                then = settings.get(kind)
+                if then is None or group.get(kind) is None: continue
                 yield group, float(good.bank[name, then.path]) if isinstance(then, Leaf) else then
+
+    def schedules(self) -> Iterator[tuple[Any, Any]]: # live schedule, its state in the snapshot
+        "Return the schedules of torch among the parts, with the state that was published."
+        good = self.good_state(0)
+        for name, part in self.parts.items():
+            if good is None or not isinstance(part.obj, torch.optim.lr_scheduler.LRScheduler): continue
+            if name not in good.version.rest: continue
+            yield part.obj, unpack_tree(good.version.rest[name], partial(good.tensor, name))
 
     def state_dict(self) -> dict: # as much memory as the banks
         "Return the state for a file: all banks, the published and the observed state."

@@ -25,7 +25,7 @@ from .footprint import bits_of, memory_of
 # %% ../../nbs/guard/23_writes.ipynb #54049238
 def tensors_of_parts(
     parts: Mapping[str, Any], # by name
-) -> dict[str, Tensor]: # by name
+) -> dict[str, Tensor]: # by the name that `Snapshot.find_bad` gives it
     "Return parameters and buffers of modules, weights in dicts and lists, and what optimizers remember."
     out: dict[str, Tensor] = {}
     for name, obj in parts.items():
@@ -33,10 +33,10 @@ def tensors_of_parts(
             out |= {f"{name}.{k}": t for k, t in (*obj.named_parameters(), *obj.named_buffers())}
         elif isinstance(obj, torch.optim.Optimizer):
             params = [p for g in obj.param_groups for p in g["params"]]
-            out |= {f"{name}.{i}.{k}": v for i, p in enumerate(params)
+            out |= {f"{name}.state{i}.{k}": v for i, p in enumerate(params)
                     for k, v in obj.state.get(p, {}).items() if isinstance(v, Tensor)}
         elif isinstance(obj, (dict, list)): out |= weights_in(obj, name)
-        elif isinstance(obj, Tensor): out[name] = obj
+        elif isinstance(obj, Tensor): out[f"{name}.values"] = obj
     return out
 
 TensorTable = dict[str, Tensor | None]
