@@ -30,11 +30,17 @@ def test_parts_in_a_list_or_dictionary_are_guarded_one_by_one(pack):
     (lambda n, o: Governor(o, chance_loss=None), "no model among the parts (optimizer), so only the weights that"),
     (lambda n, o: Governor(chance_loss=2.3), "no model among the parts (there are none)"),
     (lambda n, o: Governor(nn.Linear(2, 2), o, chance_loss=None), "`optimizer` trains no weight of what was passed"),
-    (lambda n, o: Governor(n, chance_loss=None), "no optimizer among the parts, so a NaN in its moments"),
+    (lambda n, o: Governor(n, chance_loss=None), "no optimizer among the parts; if one trains these"),
     (lambda n, o: Governor(weights=dict(n.state_dict()), chance_loss=None), "no optimizer among the parts")])
 def test_what_is_missing_is_a_warning_at_once(make, says, caplog):
     make(*parts())
     assert [r.levelname for r in caplog.records] == ["WARNING"] and says in caplog.text
+
+
+def test_inputs_and_labels_go_into_run_as_one_batch():
+    x, y = torch.ones(4, 2), torch.ones(4)
+    with pytest.raises(ValueError, match=r"fetch='a Tensor', expected a function .* tuple: run\(step, \(x, y\)\)"):
+        Governor(*parts(), chance_loss=None).run(lambda x, y: torch.ones(()), x, y)
 
 
 def test_a_loss_that_is_never_a_number_is_told_with_every_act(caplog):

@@ -573,8 +573,8 @@ def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sent
     def steps(o): return hasattr(o, "step") and hasattr(o, "zero_grad") or hasattr(o, "apply_gradients") # Keras
     stepping = any(map(steps, objects)) # optimizers of torch, fastai or Keras
     if not stepping and not hasattr(snapshot.objects.get("stepper"), "owners"):
-        found.append("no optimizer among the parts, so a NaN in its moments would ruin every state that is restored; "
-                     "pass it: Governor(model, optimizer, ...)")
+        found.append("no optimizer among the parts; if one trains these weights, pass it, Governor(model, optimizer, "
+                     "...), or a NaN in its moments ruins every state that is restored")
     found += [f"`{name}` trains no weight of what was passed: pass the network that it trains, or make the optimizer "
               "anew for this one" for name in trains_others(snapshot.objects)]
     return found

@@ -88,7 +88,7 @@ class RiseMonitor:
     def is_over(self) -> bool:
         "Whether the loss is back."
         if len(self.x) < BACK or statistics.median(self.x[-BACK:]) > self.level + self.near: return False
-        return statistics.fmean(min(loss, self.cap) for loss in self.losses[-2 * BACK:]) <= self.most
+        return self._after_burst(2 * BACK).mean() <= self.most
 
     def is_due(
         self,
@@ -146,11 +146,16 @@ class RiseMonitor:
         cleared = sure and self.rise > 0 and blames_weights(old + rise, live, rise, spread)[0]
         return False if cleared or TURN * len(live) >= max(16, patience) else None
 
+    def _after_burst(self, k: int) -> np.ndarray: # (at most k,)
+        "The latest losses, without several at the beginning that are all too high, as of some bad batches in a row."
+        burst = next((i for i, loss in enumerate(self.losses) if loss <= self.cap), len(self.losses) - 1)
+        return np.minimum(self.losses[max(burst if burst > 2 else 0, len(self.losses) - k):], self.cap)
+
     def _blames_mean(self) -> bool:
         "Whether the mean of the losses of the live weights is clearly above that of the old ones (Welch, 1947)."
         old = np.minimum(off_scale(np.array([x for turn in self.turns[1::2] for x in turn]), self.linear), self.cap)
-        live = np.minimum(self.losses, self.cap)
-        if len(old) < BACK or live.mean() <= self.most: return False
+        live = self._after_burst(len(self.losses))
+        if min(len(old), len(live)) < BACK or live.mean() <= self.most: return False
         error = (live.var(ddof=1) / len(live) + old.var(ddof=1) / len(old))**.5
         return bool(live.mean() - old.mean() > 3 * error)
 
