@@ -513,3 +513,29 @@ def test_a_rate_that_was_as_high_before_again_and_again_is_not_to_blame(rate, bl
     assert is_in_cycles(replay) is not blamed
     for name in ("the learning rate of the good state", "a quarter of the learning rate"):
         assert EXPERIMENTS[name].fits(replay, Findings(replay.steps, replay.losses, 0)) is blamed
+
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+def test_a_layer_before_a_norm_is_put_back_although_no_loss_shows_its_scale(way):
+    "Its losses are but for rounding those of the run without the write; the running statistics are what it ruins."
+    def train(write):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+        opt = torch.optim.SGD(net.parameters(), .05)
+        governor = Governor(net, opt)
+        def data():
+            for t, x in enumerate(torch.randn(160, 32, 8)):
+                if t == 120 and write: net[0].weight.data.mul_(1000)
+                yield x
+        def step(x):
+            loss = (net(x) - x[:, :1].sin()).square().mean()
+            opt.zero_grad(); loss.backward(); opt.step()
+            return loss
+        for x in data() if way == "run" else governor.batches(data()):
+            if way == "run": governor.run(step, x)
+            else: governor.watch(step(x))
+        return net.state_dict(), governor.reports
+    (after, reports), (clean, none) = train(True), train(False)
+    assert [(r.reason, r.cause) for r in reports] == [("state", "external")] and not none
+    assert "model.0.weight changed between batch 119 and batch 120" in reports[0].why
+    assert all(torch.equal(after[k], clean[k]) for k in clean)

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['SPARED', 'OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'BEFORE', 'EXPERIMENTS', 'CONTROLS', 'WORTH_A_WORD', 'SLOWER',
-           'UPHILL', 'CLIMBS', 'SLOW_REPLAY', 'REDONE', 'first_apart', 'same_number', 'own_settings', 'Findings',
-           'carries_over', 'Parting', 'part_by_settings', 'switched_flag', 'writes_before', 'wrote', 'WritesOfReplay',
-           'written_inside', 'is_rounding', 'writes_where_far', 'spares_most', 'explain_parting', 'center_spread',
-           'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd', 'odd_batches',
-           'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd', 'exchange_odd',
-           'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'are_sorted', 'can_mix',
-           'have_one_form', 'out_of_turn', 'mix_examples', 'with_tensors', 'switched_inputs', 'hold_inputs',
+           'UPHILL', 'CLIMBS', 'SOON', 'SLOW_REPLAY', 'REDONE', 'first_apart', 'same_number', 'own_settings',
+           'Findings', 'carries_over', 'Parting', 'part_by_settings', 'switched_flag', 'writes_before', 'wrote',
+           'WritesOfReplay', 'written_inside', 'is_rounding', 'writes_where_far', 'spares_most', 'explain_parting',
+           'center_spread', 'level_spread', 'find_onset', 'find_earlier', 'GoodState', 'Gap', 'Yardstick', 'find_odd',
+           'odd_batches', 'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd',
+           'exchange_odd', 'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'are_sorted',
+           'can_mix', 'have_one_form', 'out_of_turn', 'mix_examples', 'with_tensors', 'switched_inputs', 'hold_inputs',
            'name_inputs', 'counts_in', 'lower_counts', 'name_counts', 'hold_rate', 'most_changed', 'rate_rose',
            'is_in_cycles', 'had_a_spell', 'hold_settings', 'other_settings', 'is_near', 'without_autocast',
            'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'uses_old_gradients', 'forget_moments',
@@ -1051,6 +1051,7 @@ class Repetition:
         return find_operation(lambda: r.take(min(lost)))
 
 # %% ../../nbs/guard/26_causes.ipynb #findinq
+SOON = 16 # batches after a write in which a state that goes bad does so by that
 SLOW_REPLAY = 5. # seconds of a replay from which on it is told what is being done
 
 class Inquiry:
@@ -1104,16 +1105,20 @@ class Inquiry:
         report = self.replay.incident.report
         return "" if report is None else report.reason
 
-    def _bad_writes(self, written: Sequence[Written] | None) -> list[Written]:
-        "Return what wrote, between two steps, into what was found bad in the state."
+    def _bad_writes(self, written: Sequence[Written] | None, slight: bool) -> list[Written]:
+        """Return what wrote, between two steps, into what was found bad in the state; where the losses are but for
+        rounding those of a replay in which the state stays sound, also what wrote shortly before, into anything."""
         report = self.replay.incident.report
         if report is None or report.reason != "state" or not self.found.steps: return []
         bad = {text.partition(":")[0] for text in report.bad_state}
-        return [w for w in written or () if w.after >= self.found.steps[0].number - 1 and bad & set(w.names)]
+        since = [w for w in written or () if w.after >= self.found.steps[0].number - 1]
+        late = self.found.steps[-1].number - SOON if slight and self.again.is_finite else math.inf
+        return [w for w in since if bad & set(w.names)] or [w for w in since if w.after >= late]
 
     def _well(self, parting: Parting | None, written: Sequence[Written] | None) -> Explanation:
         r, found, asked = self.replay, self.found, self.replay.incident.report is None
-        if (writes := self._bad_writes(written)): # a loss need not depend on a buffer
+        slight = parting is not None and parting.slight
+        if (writes := self._bad_writes(written, slight)): # a loss need not depend on a buffer, nor on a scale
             why = f"{wrote(writes, written or ())}; without that the run stays well"
             return self.case.explain(found, "external", why, writes[-1].after + 1)
         if parting is not None and not (asked and (self.again.is_harmless or parting.cause == "gradients")):

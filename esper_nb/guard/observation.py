@@ -458,9 +458,17 @@ class RiseEffects:
         if t.is_over(): return (), PhaseMove.BACK
         if self.recovery.repairs.repeatable and len(t.x) < 2 * patience_of(config): # bad batches may end
             return (), PhaseMove.WAIT
-        if not self.comparison.fall.has_nothing_to_lose(t): return (), PhaseMove.CLEARED
+        if not self.comparison.fall.has_nothing_to_lose(t):
+            t.doubtful = self.is_to_be_searched(t, config)
+            return (), PhaseMove.BLAMED if t.doubtful else PhaseMove.CLEARED
         self.give_up()
         return (), PhaseMove.PROVED
+
+    def is_to_be_searched(self, t: RiseMonitor, config: GovernorConfig) -> bool:
+        """Whether a replay may know what a comparison does not: after an explosion with a sign beside the loss, the old
+        weights may do worse only because they are old."""
+        searched = self.recovery.repairs.repeatable and config.explain_steps and config.proof
+        return bool(searched and t.reason == "explosion" and self.have_signs(config, unknown=False))
 
     def give_up(self):
         "The run is to begin again from a state that knows nothing, at a lower learning rate."
@@ -484,7 +492,7 @@ class RiseEffects:
         certain = not t.doubtful and (t.is_absurd() or fallen or comparison.is_proven and signs)
         slower = not t.doubtful and signs and comparison.calibration.fit > 0 # may cure, too
         report = self.observed.report and replace(self.observed.report, old_loss=t.old_loss)
-        likely = certain or signs and t.reason == "explosion" # a search is not spared, whatever earlier ones have cost
+        likely = certain or signs and t.reason == "explosion" and not t.doubtful # a search is not spared, whatever earlier ones have cost
         found = self.recovery.prove(report, config, slower=certain or slower, certain=likely)
         proved = found.ruined or found.cause in DISTURBED
         weak = found.cause in (*NO_PROOF, *WEAK_CAUSES)
