@@ -664,6 +664,23 @@ def test_what_a_rise_is_acted_on_for(cause, signs, fit, fallen, acts):
     assert (move is PhaseMove.PROVED) == acts
 
 
+@pytest.mark.parametrize("reason,signs,steps,move", [
+    ("explosion", True, 80_000, PhaseMove.BLAMED), ("explosion", False, 80_000, PhaseMove.CLEARED),
+    ("rise", True, 80_000, PhaseMove.CLEARED), ("explosion", True, 0, PhaseMove.CLEARED)])
+def test_after_an_explosion_with_a_sign_old_weights_that_do_no_better_do_not_end_the_search(reason, signs, steps, move):
+    "They may be so old that damaged ones have learnt more: a replay without the fault would have learnt more still."
+    run, seen = GuardedRun.of([nn.Linear(1, 1)]), RiseObservation()
+    run.good.take([0])
+    seen.begin(RiseMonitor(level=0., near=.1, spread=.1, reason=reason, x=[1.] * 100, losses=[2.7] * 100))
+    comparison = SimpleNamespace(blames_live=lambda t: (False, 3.),
+                                 fall=SimpleNamespace(has_nothing_to_lose=lambda t: False))
+    recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True))
+    updates = SimpleNamespace(have_signs=lambda good, unknown, rise, plays: signs)
+    effects = RiseEffects(run, seen, comparison, recovery, updates)
+    assert effects.compare(Moment(loss=2.7), GovernorConfig(explain_steps=steps)) == ((), move)
+    assert effects.rise.doubtful == (move is PhaseMove.BLAMED), "only a strong proof counts"
+
+
 def test_what_was_found_out_about_a_rise_that_stays_is_not_said_of_the_next_incident():
     net = nn.Linear(1, 1)
     run, seen, asked = GuardedRun.of([net]), RiseObservation(), []

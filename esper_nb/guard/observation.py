@@ -492,7 +492,8 @@ class RiseEffects:
         certain = not t.doubtful and (t.is_absurd() or fallen or comparison.is_proven and signs)
         slower = not t.doubtful and signs and comparison.calibration.fit > 0 # may cure, too
         report = self.observed.report and replace(self.observed.report, old_loss=t.old_loss)
-        likely = certain or signs and t.reason == "explosion" and not t.doubtful # a search is not spared, whatever earlier ones have cost
+        exploded = signs and t.reason == "explosion" and not t.doubtful
+        likely = certain or exploded # a search is not spared, whatever earlier ones have cost
         found = self.recovery.prove(report, config, slower=certain or slower, certain=likely)
         proved = found.ruined or found.cause in DISTURBED
         weak = found.cause in (*NO_PROOF, *WEAK_CAUSES)
