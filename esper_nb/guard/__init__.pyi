@@ -6,7 +6,7 @@ from .adapters import (bar_note as bar_note, StepOf as StepOf, as_it_stood as as
 from .budget import Budget as Budget, is_extreme as is_extreme, blames_batch as blames_batch
 from .causes import (SPARED as SPARED, OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED, YARD as YARD, ODD as ODD,
     BEFORE as BEFORE, EXPERIMENTS as EXPERIMENTS, CONTROLS as CONTROLS, WORTH_A_WORD as WORTH_A_WORD,
-    SLOWER as SLOWER, UPHILL as UPHILL, CLIMBS as CLIMBS, SLOW_REPLAY as SLOW_REPLAY, REDONE as REDONE,
+    SLOWER as SLOWER, UPHILL as UPHILL, CLIMBS as CLIMBS, SOON as SOON, SLOW_REPLAY as SLOW_REPLAY, REDONE as REDONE,
     first_apart as first_apart, same_number as same_number, own_settings as own_settings, Findings as Findings,
     carries_over as carries_over, Parting as Parting, part_by_settings as part_by_settings,
     switched_flag as switched_flag, writes_before as writes_before, wrote as wrote, WritesOfReplay as WritesOfReplay,
