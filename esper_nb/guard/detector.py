@@ -260,6 +260,7 @@ def find_explosion(look: Look, c: DetectorConfig, count, late, usual):
     count = where(look.ok, where(over, count + 1, 0), count)
     late = where(look.ok, (1 - 1 / _LATE) * late + over, late)
     usual = where(look.ok & (late < 2), usual + (over - usual) / _EVER, usual)
+    if not look.ops.any(over): return over, over, count, late, usual # as nearly always
     many = (count >= c.confirm) | (late >= most_anomalies(c, usual))
     return over & (many | (look.loss > by.huge)), over, count, late, usual
 
