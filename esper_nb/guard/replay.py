@@ -238,10 +238,10 @@ class Replay:
         "Let optimizers with two kinds of weights go over to those of the run, as its loop did around an evaluation."
         then = iter(self.steps[i].before)
         for o in self.optimizers:
-            mode = [dict(settings).get("train_mode") for _, settings in zip(o.param_groups, then)][:1]
-            if not hasattr(o, "train") or not hasattr(o, "eval") or not o.param_groups: continue
-            if isinstance(mode[0], bool) and o.param_groups[0].get("train_mode") != mode[0]:
-                if mode[0]: o.train()
+            modes = [dict(settings).get("train_mode") for _, settings in zip(o.param_groups, then)]
+            if not hasattr(o, "train") or not hasattr(o, "eval") or not modes: continue
+            if isinstance(modes[0], bool) and o.param_groups[0].get("train_mode") != modes[0]:
+                if modes[0]: o.train()
                 else: o.eval()
 
     def _follow_gradients(self, step: RecordedStep):
