@@ -769,6 +769,7 @@ class RunJudge:
         run, seen, effects = self.run, self.observed, self.effects
         run.verdicts.count()
         run.good.probation.count()
+        effects.rise.suspect = effects.have_signs(config, unknown=False)
         move = seen.follow(m.loss, run.verdicts.linear, patience_of(config), self.comparison.possible,
                            self.comparison.recorded, holds=config.proof)
         lost = move in (PhaseMove.DUE, PhaseMove.CLEARED) and self.comparison.fall.has_nothing_to_lose(effects.rise)

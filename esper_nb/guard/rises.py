@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .detector import DetectorConfig, LossStats, loss_limits, off_scale, on_scale
+from .detector import DetectorConfig, LossStats, loss_limits, on_scale
 
 # %% ../../nbs/guard/15_rises.ipynb #3046399a
 TURN = 2 # losses between two exchanges of weights
@@ -69,8 +69,8 @@ class RiseMonitor:
     at: int = 0 # losses judged when it began
     absurd: float = math.inf # a rise above the level that no data cause, on the scale
     linear: bool = False # that scale is the one of the losses themselves
-    most: float = math.inf # mean of the latest losses, in their units, up to which they are back; infinite: any
-    cap: float = math.inf # in a mean, a higher loss counts as this one
+    limit: float = math.inf # in units of the loss: a higher one is an anomaly; infinite: none is
+    suspect: bool = False # something beside the loss speaks against the live weights
     x: list[float] = field(default_factory=list) # of the live weights, since it began
     losses: list[float] = field(default_factory=list) # the same in units of the loss
     turns: list[list[float]] = field(default_factory=list) # losses of live weights, of old ones, and so on
@@ -88,7 +88,7 @@ class RiseMonitor:
     def is_over(self) -> bool:
         "Whether the loss is back."
         if len(self.x) < BACK or statistics.median(self.x[-BACK:]) > self.level + self.near: return False
-        return self._after_burst(2 * BACK).mean() <= self.most
+        return not self.suspect or self._spikes(2 * BACK).sum() <= 1
 
     def is_due(
         self,
@@ -141,23 +141,22 @@ class RiseMonitor:
         rise = np.array([0. if self.late else self.rise])
         agree = len(live) >= FEW or bool((old < live).all()) # a deviation of few pairs is blind to one that is far off
         if agree and blames_weights(live, old, rise, spread)[0]: return True
-        if self._blames_mean(): return True # most of these losses may be zero, and a few enormous
+        if self._blames_spikes(): return True # most of these losses may be zero, and a few enormous
         sure = not self.late or len(live) >= FEW or bool((live < old).all())
         cleared = sure and self.rise > 0 and blames_weights(old + rise, live, rise, spread)[0]
         return False if cleared or TURN * len(live) >= max(16, patience) else None
 
-    def _after_burst(self, k: int) -> np.ndarray: # (at most k,)
-        "The latest losses, without several at the beginning that are all too high, as of some bad batches in a row."
-        burst = next((i for i, loss in enumerate(self.losses) if loss <= self.cap), len(self.losses) - 1)
-        return np.minimum(self.losses[max(burst if burst > 2 else 0, len(self.losses) - k):], self.cap)
+    def _spikes(self, k: int) -> np.ndarray: # (at most k,) bool
+        "Which of the latest losses are anomalies, without several that it began with, as of some bad batches in a row."
+        burst = next((i for i, loss in enumerate(self.losses) if loss <= self.limit), len(self.losses) - 1)
+        return np.array(self.losses[max(burst if burst > 2 else 0, len(self.losses) - k):]) > self.limit
 
-    def _blames_mean(self) -> bool:
-        "Whether the mean of the losses of the live weights is clearly above that of the old ones (Welch, 1947)."
-        old = np.minimum(off_scale(np.array([x for turn in self.turns[1::2] for x in turn]), self.linear), self.cap)
-        live = self._after_burst(len(self.losses))
-        if min(len(old), len(live)) < BACK or live.mean() <= self.most: return False
-        error = (live.var(ddof=1) / len(live) + old.var(ddof=1) / len(old))**.5
-        return bool(live.mean() - old.mean() > 3 * error)
+    def _blames_spikes(self) -> bool:
+        "Whether clearly more of the losses are anomalies with the live weights than with the old ones (Welch, 1947)."
+        old = np.array([x for turn in self.turns[1::2] for x in turn]) > on_scale(self.limit, self.linear)
+        live = self._spikes(len(self.losses))
+        if not self.suspect or min(len(old), len(live)) < BACK or live.sum() < 4: return False
+        return bool(live.mean() - old.mean() > 3 * (live.var() / len(live) + old.var() / len(old))**.5)
 
 def monitor_rise(
     s: LossStats, # of a single lane, after the loss that rose
@@ -174,11 +173,9 @@ def monitor_rise(
     near = spread / 2 if s.linear[0] else max(math.log(c.rise_ratio) / 2, spread / 2)
     if c.rise is not None: near = min(near, max(float(s.smooth[0]) - level, spread) / 2)
     absurd = 1000 * spread if s.linear[0] else math.log(1000)
-    mean, sigma = float(s.mean[0]), float(s.sigma[0])
-    cap = float(loss_limits(s, c, None).limit[0])
-    most = max(float(off_scale(level + near, s.linear[0])), mean + sigma) if s.lowest[0] >= 0 else math.inf
+    limit = float(loss_limits(s, c, None).limit[0]) if s.lowest[0] >= 0 else math.inf
     return RiseMonitor(level=level, near=near, spread=spread, reason=reason, at=int(s.judged[0]), absurd=absurd,
-                       linear=bool(s.linear[0]), most=most, cap=cap)
+                       linear=bool(s.linear[0]), limit=limit)
 
 def fall_of(x: Sequence[float]) -> tuple[float, float]: # and its standard error
     "Return by how much a straight line through some losses falls from end to end."
