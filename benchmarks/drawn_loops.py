@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.stats import binomtest
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -411,10 +412,8 @@ def told(d: Draw, ways: list[str], faults: int = 2) -> dict: # all there is abou
 def share(n: int, of: int) -> str:
     "A share with its 95 % interval."
     if not of: return "0 of 0"
-    p, z = n / of, 1.96
-    middle, wide = p + z**2 / (2 * of), z * math.sqrt(p * (1 - p) / of + (z / (2 * of))**2) # Wilson
-    low, high = [100 * (middle + sign * wide) / (1 + z**2 / of) for sign in (-1, 1)]
-    return f"{n} of {of} ({100 * p:.0f} [{low:.0f}, {high:.0f}] %)"
+    low, high = binomtest(n, of).proportion_ci(method="wilson")
+    return f"{n} of {of} ({100 * n / of:.0f} [{100 * low:.0f}, {100 * high:.0f}] %)"
 
 def table(rows: list[dict]) -> str:
     "What became of all runs, in Markdown."

@@ -683,54 +683,40 @@ class Averaging(torch.optim.SGD):
             for p in g["params"]: p.data.mul_(2. if train else .5)
             g["train_mode"] = train
 
-@pytest.mark.parametrize("every", [30, 50])
-def test_an_optimizer_that_the_loop_switches_for_an_evaluation_is_not_hardware(every):
-    def trained(guarded):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
-        opt = Averaging(net.parameters(), lr=.1)
-        gov = Governor(net, opt, chance_loss=math.log(10)) if guarded else None
-        def step(xy):
-            opt.switch(train=True)
-            loss = F.cross_entropy(net(xy[0]), xy[1])
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            return loss
-        for k in range(180):
-            if gov is None: step(batch(k))
-            else: gov.run(step, batch(k))
-            if k % every == every - 1: opt.switch(train=False)
-        return torch.cat([p.detach().flatten() for p in net.parameters()]), gov
-    (alone, _), (guarded, gov) = trained(False), trained(True)
-    assert not gov.reports, [*map(str, gov.reports)]
-    assert torch.equal(alone, guarded)
-
 class ScheduleFree(Averaging):
     "With the two methods by which such optimizers are switched."
     def train(self): self.switch(train=True)
     def eval(self): self.switch(train=False)
 
+def run_with_evaluations(kind, every, guarded=True, fault=False):
+    "Weights after 180 batches with an optimizer that is switched for an evaluation after some, and the Governor."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+    opt = kind(net.parameters(), lr=.1)
+    gov = Governor(net, opt, chance_loss=math.log(10)) if guarded else None
+    def step(xy):
+        opt.switch(train=True)
+        loss = F.cross_entropy(net(xy[0]), xy[1])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+    for k in range(180):
+        if k == 110 and fault: net[0].weight.data.mul_(300)
+        if gov is None: step(batch(k))
+        else: gov.run(step, batch(k))
+        if k % every == every - 1: opt.switch(train=False)
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), gov
+
+@pytest.mark.parametrize("every", [30, 50])
+def test_an_optimizer_that_the_loop_switches_for_an_evaluation_is_not_hardware(every):
+    (alone, _), (guarded, gov) = [run_with_evaluations(Averaging, every, guarded) for guarded in (False, True)]
+    assert not gov.reports, [*map(str, gov.reports)]
+    assert torch.equal(alone, guarded)
+
 def test_a_run_with_a_schedule_free_optimizer_is_explained_and_redone_to_the_bit():
     "Its replay set the flag alone, and not the weights: nothing was proved, and nothing undone."
-    def trained(fault):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
-        opt = ScheduleFree(net.parameters(), lr=.1)
-        gov = Governor(net, opt, chance_loss=math.log(10))
-        def step(xy):
-            opt.train()
-            loss = F.cross_entropy(net(xy[0]), xy[1])
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            return loss
-        for k in range(180):
-            if k == 110 and fault: net[0].weight.data.mul_(300)
-            gov.run(step, batch(k))
-            if k % 30 == 29: opt.eval()
-        return torch.cat([p.detach().flatten() for p in net.parameters()]), gov
-    (healthy, _), (redone, gov) = trained(False), trained(True)
+    (healthy, _), (redone, gov) = [run_with_evaluations(ScheduleFree, 30, fault=fault) for fault in (False, True)]
     assert [r.cause for r in gov.reports] == ["external"] and torch.equal(healthy, redone)
 
 @pytest.mark.parametrize("by", ["run", "batches"])

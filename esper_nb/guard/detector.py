@@ -622,9 +622,9 @@ def loss_limits(
 ) -> LossLimits: # for the next loss of every lane
     "Return what the next losses are held against."
     s, c = stats, config
-    absolute = far = _task_limit(s, c, chance_loss)
+    absolute = widest = _task_limit(s, c, chance_loss)
     if chance_loss is None and c.absolute_loss is None: # so wide where losses span decades that it never counts
-        absolute = np.where((s.seen >= c.window) & (s.linear == 0), np.minimum(far, _REACH * s.highest), far)
+        absolute = np.where((s.seen >= c.window) & (s.linear == 0), np.minimum(widest, _REACH * s.highest), widest)
     by_sigma = s.mean + c.sigma * s.sigma
     by_multiple = c.multiplier * s.mean
     above = s.mean if c.huge is None else c.huge * s.mean
@@ -635,7 +635,7 @@ def loss_limits(
         by_multiple = np.where(s.linear, s.mean + c.multiplier * reach, by_multiple)
         above = np.where(s.linear, s.mean + (c.huge or 1.) * reach, above)
     limit = np.maximum(np.maximum(by_sigma, by_multiple), absolute)
-    huge = np.full_like(s.mean, np.inf) if c.huge is None else np.maximum(np.maximum(limit, far), above)
+    huge = np.full_like(s.mean, np.inf) if c.huge is None else np.maximum(np.maximum(limit, widest), above)
     ready = s.seen >= c.min_samples
     if not ready.all():
         limit = np.where(ready, limit, _cold_limit(s, c, chance_loss))
@@ -662,6 +662,5 @@ def _task_limit(s, c, chance_loss):
     "(n,) the limit that does not look at mean and σ."
     if c.absolute_loss is not None: return np.full_like(s.mean, c.absolute_loss)
     if c.absolute is None: return np.zeros_like(s.mean)
-    if chance_loss is None:
-        return off_scale(s.level + c.sigma * s.spread, s.linear)
+    if chance_loss is None: return off_scale(s.level + c.sigma * s.spread, s.linear)
     return c.absolute * np.asarray(chance_loss) + np.zeros_like(s.mean)
