@@ -690,7 +690,7 @@ class RunJudge:
         self.recovery = Recovery(run, self.repairs, self.state.health.bad_now, self.updates.unseen)
         self.comparison = RunComparison(run, self.repairs, self.updates.unseen, evaluate)
         self.effects = RiseEffects(run, observed, self.comparison, self.recovery, self.updates, beside.plays)
-        self.response = SingleRun(run.snapshot, run.rates, self.repairs.keeping_inputs)
+        self.response = SingleRun(run.snapshot, run.rates, self.repairs.keeping_inputs, lambda: recorder.runs > 0)
         self.checkup = RunCheckup(run, observed, self.comparison, self.recovery, self.state)
         run.log.followers.append(self.repairs.follow)
 

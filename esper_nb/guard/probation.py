@@ -8,7 +8,7 @@ __all__ = ['EARLY', 'GOOD_STATE', 'SavedAt', 'Rhythm', 'Probation', 'GoodFiles',
 # %% ../../nbs/guard/20_probation.ipynb #d769bc32
 import shutil
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -223,6 +223,7 @@ class GoodStates:
         self.snapshot, self.losses, self.rates = snapshot, losses, rates
         self.files = files
         self.probation = Probation()
+        self.early: int | None = None # number of a state that was published before its probation was over
         self.kept: tuple[SavedState, SavedAt] | None = None # from before the latest change that was accepted
 
     def here(self) -> SavedAt:
@@ -263,6 +264,25 @@ class GoodStates:
         self.snapshot.confirm(lanes)
         self.discard()
         self._write()
+
+    def doubt_early(self) -> bool: # False: there is nothing to doubt
+        "Go back to the state before one that was published before its time, and has led to a failure again."
+        early, self.early = self.early, None
+        if early != self.snapshot.version[0] or not self.snapshot.step_back(): return False
+        self._write()
+        return True
+
+    def publish_early(
+        self,
+        anomalies: Sequence[int], # numbers of losses
+        agree: Callable[[bool], bool] = bool, # for several processes: whether it is true on any
+    ):
+        "Publish the snapshot on probation before its time, unless a loss since was an anomaly."
+        bad, held = self.snapshot.find_late(wait=True), self.snapshot.banks.held[0]
+        doubted = held is None or held.step is None or any(k >= held.step for k in anomalies)
+        if agree(bool(bad) or doubted) or held is None: return
+        self.early = held.number
+        self.publish(None)
 
     def discard(self):
         "Give the snapshot on probation up, or what is left of it."

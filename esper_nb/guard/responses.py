@@ -84,8 +84,10 @@ class SingleRun:
         snapshot: Snapshot, # of all parts
         rates: LearningRates, # of the optimizers among them
         keeping_inputs: Callable[[], AbstractContextManager] = nullcontext, # what the loop has set stays, inside it
+        keeps_batches: Callable[[], bool] = bool, # whether those since the good state can be trained on again
     ):
-        self.snapshot, self.rates, self.keeping_inputs = snapshot, rates, keeping_inputs
+        self.snapshot, self.rates = snapshot, rates
+        self.keeping_inputs, self.keeps_batches = keeping_inputs, keeps_batches
 
     def patience(self, config: GovernorConfig) -> int:
         "Return how many losses a rise is observed before the Governor responds."
@@ -94,6 +96,11 @@ class SingleRun:
     def scale(self, factor: float, lanes: Sequence[int]) -> bool: # [0]
         "Return that no rate is lowered for a rise alone: a single run compares its weights instead."
         return False
+
+    @property
+    def spares_batches(self) -> bool:
+        "Whether a newer state is worth a risk, since every batch after the restored one is lost."
+        return self.snapshot.n == 1 and not self.keeps_batches()
 
     def restore(self, lanes: Sequence[int], action: str) -> RestoreResult: # [0]; "rollback", "replay" or "stop"
         "Put the last good state back; clocks go on, unless the action is a replay."
@@ -137,6 +144,7 @@ class SingleRun:
 class LaneRuns:
     "How single lanes of many are brought back."
     can_replay = False # their data and schedule are shared
+    spares_batches = False # an epoch is short
 
     def __init__(self, snapshot: Snapshot, rates: LearningRates): # of all parts
         self.snapshot, self.rates = snapshot, rates
@@ -351,7 +359,7 @@ class IncidentResponse:
         actions = {i: self.choose(i, m, config) for i in m.reasons}
         for action, free in dict.fromkeys(actions.values()):
             mine = [i for i, chosen in actions.items() if chosen == (action, free)]
-            done = self._apply(action, mine, free, m.cuts, config)
+            done = self._apply(action, mine, free, m, config)
             budget.note_failure(mine, [found[i].step for i in mine])
             for i in mine:
                 found[i] = replace(found[i], **(dict(
@@ -387,7 +395,7 @@ class IncidentResponse:
         action: str, # "skip", "lower", "rollback", "replay" or "stop"
         lanes: list[int], # in which ones
         free: bool, # it belongs to an incident that is already counted
-        cuts: int, # of the learning rate that are due in any case
+        m: Moment, # the rule that has spoken, and the cuts of the learning rate that are due in any case
         config: GovernorConfig, # by how much a rate is cut
     ) -> dict[int, dict]: # fields of the report, by lane
         "Carry out one action, and count it."
@@ -398,11 +406,19 @@ class IncidentResponse:
             run.verdicts.forget_anomalies(lanes)
             run.budget.note_skip(lanes, stats.judged)
             return response.skip(run.losses.watched - 1)
-        if action != "lower": return self._restore(action, lanes, again, cuts, config)
+        if action == "rollback" and response.spares_batches: self._choose_state(m.reasons[0])
+        if action != "lower": return self._restore(action, lanes, again, m.cuts, config)
         factor = config.lr_factor if response.scale(config.lr_factor, lanes) else None
         run.snapshot.drop(lanes)
         stats.calm_down(lanes)
         return {i: dict(lr_factor=factor) for i in lanes}
+
+    def _choose_state(self, reason: str): # of a single run
+        "Where NaN comes at once, the newest state is good; where that fails again, it was not."
+        if reason == "by hand" or self.run.good.doubt_early(): return
+        if reason in ("non-finite", "state"):
+            anomalies = [k for k, x in self.run.verdicts.stats.anomalies(0) if math.isfinite(x)]
+            self.run.good.publish_early(anomalies, lambda doubted: self.run.ranks.any([doubted])[0])
 
     def _restore(
         self,

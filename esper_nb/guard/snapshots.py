@@ -135,6 +135,7 @@ class StateBanks:
         self.front = [0] * pointers # number of the published bank
         self.published: list[StateVersion | None] = [None] * pointers
         self.held: list[StateVersion | None] = [None] * pointers # in the other bank, until it is confirmed
+        self.older: StateVersion | None = None # of a single lane: published before, until its bank is written again
         self.taken = 0 # states written so far
         self.shards: dict[StateKey, Tensor] = {} # live tensors that are spread over processes
 
@@ -176,6 +177,7 @@ class StateBanks:
     ) -> tuple[int, ...]: # the lanes whose held state is now the published one
         "Publish what is held."
         moved = [u for u in self._pointers(lanes) if self.held[u] is not None]
+        if moved and self.n == 1 < self.copies: self.older = self.published[0]
         for u in moved:
             self.published[u], self.held[u] = self.held[u], None
             self.front[u] = (1 - self.front[u]) % self.copies
@@ -184,6 +186,13 @@ class StateBanks:
     def drop(self, lanes: Sequence[int] | None = None): # of these lanes; None: all
         "Forget what is held."
         for u in self._pointers(lanes): self.held[u] = None
+
+    def step_back(self) -> bool: # False: it is gone
+        "Publish the state again that was published before, with what is held forgotten."
+        if self.older is None: return False
+        self.published, self.held, self.older = [self.older], [None], None
+        self.front[0] = 1 - self.front[0]
+        return True
 
     def good_state(
         self,
@@ -200,6 +209,7 @@ class StateBanks:
 
     def pairs(self, live: LiveState, lanes: Sequence[int], whole: bool) -> list[tuple[Tensor, Tensor]]:
         "Return buffer and live tensor of every copy to make: each lane's part goes to the bank it does not point to."
+        self.older = None # its bank is about to be overwritten
         self._pin_together(live)
         mine = [[i for i in lanes if self.front[i] != number] if live.laned else [] for number in range(2)]
         runs = [lane_runs(some) if len(some) < self.n else [] for some in mine]
@@ -220,12 +230,13 @@ class StateBanks:
 
     def write_to(self, memory: _Bank): # an empty one, or one that is no longer needed
         "Write the next state of a single lane into this memory; what lies in that bank now is left to its reader."
+        self.older = None
         if self.copies == 1: self.memory = (memory, memory)
         else: self.memory = (memory, self.memory[1]) if self.front[0] == 1 else (self.memory[0], memory)
 
     def put_back(self, state: SavedState): # of `good_state`, from before `write_to`
         "With one copy of a single lane: let an earlier state be the published one again."
-        self.memory, self.published = (state.bank, state.bank), [state.version]
+        self.memory, self.published, self.older = (state.bank, state.bank), [state.version], None
 
     def versions(self) -> dict[int, StateVersion]: # by number
         "Return every version that is published or held."
@@ -263,7 +274,7 @@ class StateBanks:
         def versions(saved):
             return [None if v is None else StateVersion(v[0], v[1], rest[v[0]], sparse[v[0]]) for v in saved]
         self.published, self.held = versions(state["published"]), versions(state["held"])
-        self.front = list(state["front"])
+        self.front, self.older = list(state["front"]), None
         if few: self.front, self.held = [0], [None]
         self.taken, self.shards = state["taken"], live.shards
 
@@ -455,6 +466,10 @@ class Snapshot:
     def drop(self, lanes: Sequence[int] | None = None): # of these lanes; None: all
         "Discard snapshots taken with `hold=True`: they may contain the start of a failure."
         self.banks.drop(lanes)
+
+    def step_back(self) -> bool: # False: its memory is in use again
+        "Publish the state of a single lane again that was published before the present one."
+        return self.banks.step_back()
 
     def add(self, **named): # parts that came to life later, e.g. the optimizer of a grown module
         "Keep more parts from the next `take` on; a restore to an earlier state leaves them alone."
