@@ -492,6 +492,38 @@ def test_a_group_may_be_empty(way):
     assert [r.action for r in governor.reports] == ["rollback"] and net.weight.isfinite().all()
 
 
+def scripted(net): return torch.jit.script(net)
+
+def traced(net): return torch.jit.trace(net, torch.randn(8, 4))
+
+@pytest.mark.parametrize("make", [scripted, traced, lambda net: nn.Sequential(scripted(net), nn.Linear(1, 1))])
+@pytest.mark.parametrize("way", ["watch", "run"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::torch.jit.TracerWarning")
+def test_a_network_of_torchscript_is_guarded(make, way):
+    "Its tables lie in C++: they are read under other names, are no dicts, and stay as they are."
+    def trained(way=None, ruined=False):
+        torch.manual_seed(0)
+        net = make(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)))
+        other = traced(nn.Linear(4, 1)) # which nobody hands over
+        opt = torch.optim.SGD(net.parameters(), .05)
+        governor = Governor(net, opt, chance_loss=None) if way else None
+        def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1] + other(batch[0]).detach()))
+        for k, batch in batches(160):
+            if k == 120 and ruined: next(net.parameters()).data.fill_(torch.nan)
+            if way == "run": governor.run(step, batch)
+            elif way == "watch": governor.watch(step(batch))
+            else: step(batch)
+        return net.state_dict(), governor
+    trained() # the first run of its code is compiled on the way, and is another one, to the bit
+    alone, _ = trained()
+    healthy, governor = trained(way)
+    assert all(torch.equal(alone[k], healthy[k]) for k in alone) and not governor.reports and not governor.log.remarks
+    ruined, governor = trained(way, True)
+    report, = governor.reports
+    assert report.rolled_back and all(t.isfinite().all() for t in ruined.values())
+    if way == "run": assert report.cause == "external" and report.redone
+
+
 class OfKeras:
     "An optimizer of Keras on torch: no state_dict, variables around parameters."
     def __init__(self, moment): self.variables, self.built = [type("Variable", (), dict(value=moment))()], True

@@ -552,6 +552,7 @@ class Beside:
         self.called.clear()
         self.suspects = dict(found.layers)
         for name, layer in found.layers:
+            if isinstance(layer, torch.jit.ScriptModule): continue # that takes no hooks
             self.handles.append(layer.register_forward_pre_hook(partial(_note_call, self.called, name)))
 
     def _say(self, names: Sequence[str]) -> str:

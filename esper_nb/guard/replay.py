@@ -291,7 +291,8 @@ class LayerWatch:
         for head, model in names:
             for name, m in model.named_modules():
                 label = head + name or type(m).__name__ # of a model that is one layer
-                if not list(m.children()): self.handles.append(m.register_forward_hook(self._activation(label)))
+                if list(m.children()) or isinstance(m, torch.jit.ScriptModule): continue # that one takes no hooks
+                self.handles.append(m.register_forward_hook(self._activation(label)))
         self.params = [(head + name, p) for head, model in names for name, p in model.named_parameters()]
         self.then: dict[str, Tensor] = {}
         self.older: dict[int, TensorWeakRef] = {} # gradients that were there when the step began, by parameter

@@ -44,9 +44,10 @@ TensorTable = dict[str, Tensor | None]
 def tables_of(
     parts: Mapping[str, Any], # by name
 ) -> list[tuple[str, TensorTable]]: # name of the module, table
-    "Return the tables in which modules hold parameters and buffers, live."
-    return [(f"{name}.{k}" if k else name, table) for name, obj in parts.items() if isinstance(obj, nn.Module)
-            for k, m in obj.named_modules() for table in (vars(m)["_parameters"], vars(m)["_buffers"]) if table]
+    "Return the tables in which modules hold parameters and buffers, live; TorchScript has none."
+    modules = [(f"{name}.{k}" if k else name, vars(m)) for name, obj in parts.items() if isinstance(obj, nn.Module)
+               for k, m in obj.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
+    return [(name, table) for name, own in modules for table in (own["_parameters"], own["_buffers"]) if table]
 
 def is_other(
     a: Tensor | None, # that was there
