@@ -154,6 +154,7 @@ class StateWatch:
         self.tensors = {k: t for k, t in self.read().items() if not t.is_inference()}
         self.names, self.values = list(self.tensors), list(self.tensors.values())
         kinds = [isinstance(t, nn.Parameter) for t in self.values]
+        self.weights = [i for i, is_weight in enumerate(kinds) if is_weight]
         mine, others = ([(i, words) for i, t in enumerate(self.values) if kinds[i] == kind for words in words_of(t)]
                         for kind in (True, False))
         self.turns, self.others = in_turns(mine), others
@@ -170,6 +171,7 @@ class StateWatch:
         self.number = number
         self.before = self._versions()
         if any(self.lies_elsewhere(i) for i, _ in self.turn()): self.look_up()
+        self.away = {i for i in self.weights if self.lies_elsewhere(i)}
         self.probed = [words.item(k) for _, words, k in self.probes]
         self.noted = [(i, words, int(np.add.reduce(words))) for i, words in self.turn()]
         everything = self.every and self.steps * 2654435761 % 2**32 < 2**32 / self.every # at no regular distance
@@ -188,6 +190,7 @@ class StateWatch:
             others = {i for (i, _, _), a, b in zip(self.probes, seen, self.probed) if a != b}
             if here := tuple(self.names[i] for i in sorted(others) if not self.lies_elsewhere(i)):
                 return Written(here, self.number, "bits")
+        if put := self.put_elsewhere(): return Written(put, self.number, "bits")
         for i, words, total in self.noted:
             if not self.lies_elsewhere(i) and int(np.add.reduce(words)) != total:
                 return Written((self.names[i],), self.number, "bits")
@@ -220,6 +223,14 @@ class StateWatch:
             if len(table) == len(then) and all(map(operator.is_, table.values(), then.values())): continue
             out += [f"{name}.{k}" for k in {**then, **table} if is_other(then.get(k), table.get(k))]
         return tuple(out)
+
+    def put_elsewhere(self) -> tuple[str, ...]: # names
+        "Return the weights that got another memory since the step, as by `p.data = other`, with other words in it."
+        moved = {i: words_of(self.values[i]) for i in self.weights if self.lies_elsewhere(i) and i not in self.away}
+        if not moved or self.probed is None: return ()
+        changed = {i for (i, words, k), was in zip(self.probes, self.probed) if moved.get(i)
+                   and len(moved[i][0]) == len(words) and moved[i][0].item(k) != was}
+        return tuple(self.names[i] for i in sorted(changed))
 
     def turn(self) -> list[PieceOf]:
         "Return the pieces whose turn it is."
