@@ -264,6 +264,49 @@ def test_a_rate_that_was_the_cause_is_taken_back(way):
     assert (net.weight - AIM.T).abs().max() < .3
 
 
+@pytest.mark.parametrize("bad", [-.2, -.02, torch.nan, torch.inf])
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_rate_that_is_none_does_not_outlast_a_rollback(bad, scheduled, way):
+    "Below zero, each update climbs, however small it is; what multiplies the rate never makes it one again."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), .02)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 100, .9)
+    governor = Governor(net, opt, *[schedule] * scheduled, chance_loss=None)
+    def step(batch):
+        loss = descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+        if scheduled: schedule.step()
+        return loss
+    for k, batch in batches(400):
+        if k == 180: opt.param_groups[0]["lr"] = bad
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+    report, = governor.reports
+    assert report.action == "rollback" and 0 < opt.param_groups[0]["lr"] <= .02
+    assert (net.weight - AIM.T).abs().max() < .3
+    if way == "run": assert report.cause == "rate" and f"to {bad:g}, most of all at batch 180" in report.why
+
+
+@pytest.mark.parametrize("bad", [dict(weight_decay=20.), dict(momentum=1.2)])
+def test_a_setting_that_is_proved_to_be_the_cause_is_put_back(bad):
+    "It had been named, and stayed: what a loop sets between two steps outlasts a rollback otherwise."
+    def trained(bad):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
+        opt = torch.optim.SGD(net.parameters(), .05, momentum=.5)
+        governor = Governor(net, opt, chance_loss=None)
+        def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+        for k, batch in batches(300):
+            if k == 180: opt.param_groups[0].update(bad)
+            governor.run(step, batch)
+        return net, opt.param_groups[0], governor
+    (net, group, governor), (healthy, usual, _) = trained(bad), trained({})
+    report, = governor.reports
+    assert report.cause == "settings" and report.redone and all(group[k] == usual[k] for k in bad)
+    assert all(map(torch.equal, net.parameters(), healthy.parameters()))
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_rate_raised_for_good_is_told_with_the_batch_of_that(beside):
     "Old weights are compared at rates of then, and another optimizer keeps its own: neither takes the raise back."

@@ -264,8 +264,8 @@ class RateCourse(NamedTuple):
         return self._replace(rates=rates, highest=max(self.highest, rate))
 
     def raised_to(self, rates: list[float]) -> str: # "": none was
-        "Say which rate is far above that of the update before."
-        return next((f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates, rates) if b > RAISED * a > 0), "")
+        "Say which rate is far above that of the update before, or below zero since."
+        return next((f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates, rates) if b > RAISED * a > 0 or b < 0 <= a), "")
 
 class Signs:
     "What happens to the weights of a single run between and in its updates."
