@@ -288,6 +288,25 @@ def test_a_rate_that_is_none_does_not_outlast_a_rollback(bad, scheduled, way):
     if way == "run": assert report.cause == "rate" and f"to {bad:g}, most of all at batch 180" in report.why
 
 
+def test_weights_whose_data_are_exchanged_between_steps_speak_against_a_rise():
+    "Torch counts no write there, and clipped gradients are no larger: nothing spoke against the weights."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    net.weight.data.copy_(AIM.T)
+    opt = torch.optim.SGD(net.parameters(), 1e-3)
+    governor = Governor(net, opt, chance_loss=None)
+    for k, (x, y) in batches(260):
+        if k == 150: net.weight.data = net.weight.data + .5
+        loss = F.mse_loss(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), .01)
+        opt.step()
+        governor.watch(loss.item())
+    report, = governor.reports
+    assert report.action == "rollback" and (net.weight - AIM.T).abs().max() < .05
+
+
 @pytest.mark.parametrize("bad", [dict(weight_decay=20.), dict(momentum=1.2)])
 def test_a_setting_that_is_proved_to_be_the_cause_is_put_back(bad):
     "It had been named, and stayed: what a loop sets between two steps outlasts a rollback otherwise."

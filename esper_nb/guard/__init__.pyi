@@ -137,6 +137,6 @@ from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, 
     own_settings_of as own_settings_of)
 from .writes import (TensorTable as TensorTable, PIECE as PIECE, PIECES as PIECES, PieceOf as PieceOf,
     tensors_of_parts as tensors_of_parts, tables_of as tables_of, is_other as is_other, untrained_in as untrained_in,
-    words_of as words_of, in_turns as in_turns, Written as Written, WriteCounts as WriteCounts,
-    StateWatch as StateWatch, LoadWatch as LoadWatch, HookOf as HookOf, copies_of as copies_of,
-    Distances as Distances)
+    words_of as words_of, in_turns as in_turns, Written as Written, WriteCounts as WriteCounts, Memories as Memories,
+    plain_weights as plain_weights, StateWatch as StateWatch, LoadWatch as LoadWatch, HookOf as HookOf,
+    copies_of as copies_of, Distances as Distances)
