@@ -1364,3 +1364,19 @@ def test_a_loop_goes_on_behind_a_batch_that_makes_its_step_raise():
     assert torch.equal(train(False)[0], train(True)[0])
     weight, (report,) = train(True, ruined=True)
     assert report.cause == "external" and report.redone > 0 and weight.isfinite().all()
+
+
+@pytest.mark.parametrize("cause", ["rate", "external"])
+def test_what_ruined_weights_that_make_a_step_raise_is_named(cause):
+    "Distributions take no parameters that are not finite: the step raised in the replay as well, which ended that."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), .02)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(batch): return descend(opt, -torch.distributions.Normal(net(batch[0]), 1.).log_prob(batch[1]).mean())
+    for k, batch in batches(200):
+        if k == 150 and cause == "rate": opt.param_groups[0]["lr"] = torch.inf
+        if k == 150 and cause == "external": net.weight.data.fill_(torch.nan)
+        governor.run(step, batch)
+    report, = governor.reports
+    assert report.cause == cause and report.redone and (net.weight - AIM.T).abs().max() < .3

@@ -221,8 +221,11 @@ class Replay:
         self.changes.call("before_step")
         with ExitStack() as stack:
             for make in self.changes.around: stack.enter_context(make())
-            loss = s.again(None if anyway else self.changes.batches.get(s.number), () if anyway else self.optimizers,
-                           held=self.changes.held, moved=self.changes.moved)
+            try: loss = s.again(None if anyway else self.changes.batches.get(s.number),
+                                () if anyway else self.optimizers, held=self.changes.held, moved=self.changes.moved)
+            except Exception:
+                if self.ranks or not self.snapshot.find_bad(): raise
+                loss = math.nan # a distribution, say, takes no weights that are not finite
         self.changes.call("after_step")
         self.taken += 1
         return self.agreed([loss])[0]
