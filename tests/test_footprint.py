@@ -1101,6 +1101,8 @@ def one_bit_of_a_moment(net, opt, watch):
 def other_memory(net, opt, watch):
     for p in net.parameters(): p.data = p.data.clone()
 
+def other_content(net, opt, watch): net[3].weight.data = net[3].weight.data * 2
+
 def announced(net, opt, watch):
     by_data(net, opt, watch)
     watch.renew()
@@ -1117,6 +1119,9 @@ def test_a_write_into_all_weights_past_torch_is_seen_at_once():
 
 def test_memory_that_is_exchanged_is_no_write():
     assert watched(other_memory) == watched(other_memory, every=1) == []
+    for at in range(3, 9):
+        (seen,) = watched(other_content, at=at) # unless something else is in it
+        assert (seen.names, seen.after, seen.how) == (("model.3.weight",), at, "bits")
 
 def test_a_write_between_two_steps_is_proved_and_is_no_part_of_the_step():
     net, opt = parts()

@@ -264,6 +264,68 @@ def test_a_rate_that_was_the_cause_is_taken_back(way):
     assert (net.weight - AIM.T).abs().max() < .3
 
 
+@pytest.mark.parametrize("bad", [-.2, -.02, torch.nan, torch.inf])
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_rate_that_is_none_does_not_outlast_a_rollback(bad, scheduled, way):
+    "Below zero, each update climbs, however small it is; what multiplies the rate never makes it one again."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), .02)
+    schedule = torch.optim.lr_scheduler.StepLR(opt, 100, .9)
+    governor = Governor(net, opt, *[schedule] * scheduled, chance_loss=None)
+    def step(batch):
+        loss = descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+        if scheduled: schedule.step()
+        return loss
+    for k, batch in batches(400):
+        if k == 180: opt.param_groups[0]["lr"] = bad
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+    report, = governor.reports
+    assert report.action == "rollback" and 0 < opt.param_groups[0]["lr"] <= .02
+    assert (net.weight - AIM.T).abs().max() < .3
+    if way == "run": assert report.cause == "rate" and f"to {bad:g}, most of all at batch 180" in report.why
+
+
+def test_weights_whose_data_are_exchanged_between_steps_speak_against_a_rise():
+    "Torch counts no write there, and clipped gradients are no larger: nothing spoke against the weights."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    net.weight.data.copy_(AIM.T)
+    opt = torch.optim.SGD(net.parameters(), 1e-3)
+    governor = Governor(net, opt, chance_loss=None)
+    for k, (x, y) in batches(260):
+        if k == 150: net.weight.data = net.weight.data + .5
+        loss = F.mse_loss(net(x), y)
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), .01)
+        opt.step()
+        governor.watch(loss.item())
+    report, = governor.reports
+    assert report.action == "rollback" and (net.weight - AIM.T).abs().max() < .05
+
+
+@pytest.mark.parametrize("bad", [dict(weight_decay=20.), dict(momentum=1.2)])
+def test_a_setting_that_is_proved_to_be_the_cause_is_put_back(bad):
+    "It had been named, and stayed: what a loop sets between two steps outlasts a rollback otherwise."
+    def trained(bad):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
+        opt = torch.optim.SGD(net.parameters(), .05, momentum=.5)
+        governor = Governor(net, opt, chance_loss=None)
+        def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+        for k, batch in batches(300):
+            if k == 180: opt.param_groups[0].update(bad)
+            governor.run(step, batch)
+        return net, opt.param_groups[0], governor
+    (net, group, governor), (healthy, usual, _) = trained(bad), trained({})
+    report, = governor.reports
+    assert report.cause == "settings" and report.redone and all(group[k] == usual[k] for k in bad)
+    assert all(map(torch.equal, net.parameters(), healthy.parameters()))
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_rate_raised_for_good_is_told_with_the_batch_of_that(beside):
     "Old weights are compared at rates of then, and another optimizer keeps its own: neither takes the raise back."
@@ -490,6 +552,38 @@ def test_a_group_may_be_empty(way):
         if way == "run": governor.run(step, batch)
         else: governor.watch(step(batch))
     assert [r.action for r in governor.reports] == ["rollback"] and net.weight.isfinite().all()
+
+
+def scripted(net): return torch.jit.script(net)
+
+def traced(net): return torch.jit.trace(net, torch.randn(8, 4))
+
+@pytest.mark.parametrize("make", [scripted, traced, lambda net: nn.Sequential(scripted(net), nn.Linear(1, 1))])
+@pytest.mark.parametrize("way", ["watch", "run"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::torch.jit.TracerWarning")
+def test_a_network_of_torchscript_is_guarded(make, way):
+    "Its tables lie in C++: they are read under other names, are no dicts, and stay as they are."
+    def trained(way=None, ruined=False):
+        torch.manual_seed(0)
+        net = make(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)))
+        other = traced(nn.Linear(4, 1)) # which nobody hands over
+        opt = torch.optim.SGD(net.parameters(), .05)
+        governor = Governor(net, opt, chance_loss=None) if way else None
+        def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1] + other(batch[0]).detach()))
+        for k, batch in batches(160):
+            if k == 120 and ruined: next(net.parameters()).data.fill_(torch.nan)
+            if way == "run": governor.run(step, batch)
+            elif way == "watch": governor.watch(step(batch))
+            else: step(batch)
+        return net.state_dict(), governor
+    trained() # the first run of its code is compiled on the way, and is another one, to the bit
+    alone, _ = trained()
+    healthy, governor = trained(way)
+    assert all(torch.equal(alone[k], healthy[k]) for k in alone) and not governor.reports and not governor.log.remarks
+    ruined, governor = trained(way, True)
+    report, = governor.reports
+    assert report.rolled_back and all(t.isfinite().all() for t in ruined.values())
+    if way == "run": assert report.cause == "external" and report.redone
 
 
 class OfKeras:
@@ -1270,3 +1364,19 @@ def test_a_loop_goes_on_behind_a_batch_that_makes_its_step_raise():
     assert torch.equal(train(False)[0], train(True)[0])
     weight, (report,) = train(True, ruined=True)
     assert report.cause == "external" and report.redone > 0 and weight.isfinite().all()
+
+
+@pytest.mark.parametrize("cause", ["rate", "external"])
+def test_what_ruined_weights_that_make_a_step_raise_is_named(cause):
+    "Distributions take no parameters that are not finite: the step raised in the replay as well, which ended that."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), .02)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(batch): return descend(opt, -torch.distributions.Normal(net(batch[0]), 1.).log_prob(batch[1]).mean())
+    for k, batch in batches(200):
+        if k == 150 and cause == "rate": opt.param_groups[0]["lr"] = torch.inf
+        if k == 150 and cause == "external": net.weight.data.fill_(torch.nan)
+        governor.run(step, batch)
+    report, = governor.reports
+    assert report.cause == cause and report.redone and (net.weight - AIM.T).abs().max() < .3

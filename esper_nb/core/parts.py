@@ -132,7 +132,8 @@ def _mix(live, saved, get, n, lanes):
 
 # %% ../../nbs/core/09_parts.ipynb #7c2a294e
 def _tables(module: nn.Module) -> list[dict]:
-    "Return a module's dicts of submodules, parameters and buffers."
+    "Return a module's dicts of submodules, parameters and buffers; TorchScript has none, and nobody can change those."
+    if isinstance(module, torch.jit.ScriptModule): return [{}, {}, {}]
     return [vars(module)[k] for k in ("_modules", "_parameters", "_buffers")]
 
 def _is_same(live, saved):

@@ -21,14 +21,14 @@ from .causes import (SPARED as SPARED, OLD_GRADIENTS as OLD_GRADIENTS, RUINED as
     mix_examples as mix_examples, with_tensors as with_tensors, switched_inputs as switched_inputs,
     hold_inputs as hold_inputs, name_inputs as name_inputs, counts_in as counts_in, lower_counts as lower_counts,
     name_counts as name_counts, hold_rate as hold_rate, most_changed as most_changed, rate_rose as rate_rose,
-    is_in_cycles as is_in_cycles, had_a_spell as had_a_spell, hold_settings as hold_settings,
-    other_settings as other_settings, is_near as is_near, without_autocast as without_autocast,
-    full_precision as full_precision, bears_float32 as bears_float32, few_bits as few_bits,
-    drop_gradients as drop_gradients, uses_old_gradients as uses_old_gradients, forget_moments as forget_moments,
-    moments_push as moments_push, clip_as_usual as clip_as_usual, scale_rate as scale_rate, slower as slower,
-    climb as climb, CaseFile as CaseFile, why_well as why_well, why_cured as why_cured, Repetition as Repetition,
-    Inquiry as Inquiry, find_cause as find_cause, on_any_rank as on_any_rank, redo as redo,
-    redo_disturbed as redo_disturbed)
+    is_in_cycles as is_in_cycles, had_a_spell as had_a_spell, other_settings_now as other_settings_now,
+    hold_settings as hold_settings, other_settings as other_settings, is_near as is_near,
+    without_autocast as without_autocast, full_precision as full_precision, bears_float32 as bears_float32,
+    few_bits as few_bits, drop_gradients as drop_gradients, uses_old_gradients as uses_old_gradients,
+    forget_moments as forget_moments, moments_push as moments_push, clip_as_usual as clip_as_usual,
+    scale_rate as scale_rate, slower as slower, climb as climb, CaseFile as CaseFile, why_well as why_well,
+    why_cured as why_cured, Repetition as Repetition, Inquiry as Inquiry, find_cause as find_cause,
+    on_any_rank as on_any_rank, redo as redo, redo_disturbed as redo_disturbed)
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
@@ -137,6 +137,6 @@ from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, 
     own_settings_of as own_settings_of)
 from .writes import (TensorTable as TensorTable, PIECE as PIECE, PIECES as PIECES, PieceOf as PieceOf,
     tensors_of_parts as tensors_of_parts, tables_of as tables_of, is_other as is_other, untrained_in as untrained_in,
-    words_of as words_of, in_turns as in_turns, Written as Written, WriteCounts as WriteCounts,
-    StateWatch as StateWatch, LoadWatch as LoadWatch, HookOf as HookOf, copies_of as copies_of,
-    Distances as Distances)
+    words_of as words_of, in_turns as in_turns, Written as Written, WriteCounts as WriteCounts, Memories as Memories,
+    plain_weights as plain_weights, StateWatch as StateWatch, LoadWatch as LoadWatch, HookOf as HookOf,
+    copies_of as copies_of, Distances as Distances)

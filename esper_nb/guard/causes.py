@@ -12,10 +12,10 @@ __all__ = ['SPARED', 'OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'BEFORE', 'EXPERI
            'exchange_odd', 'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'are_sorted',
            'can_mix', 'have_one_form', 'out_of_turn', 'mix_examples', 'with_tensors', 'switched_inputs', 'hold_inputs',
            'name_inputs', 'counts_in', 'lower_counts', 'name_counts', 'hold_rate', 'most_changed', 'rate_rose',
-           'is_in_cycles', 'had_a_spell', 'hold_settings', 'other_settings', 'is_near', 'without_autocast',
-           'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'uses_old_gradients', 'forget_moments',
-           'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'CaseFile', 'why_well', 'why_cured',
-           'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
+           'is_in_cycles', 'had_a_spell', 'other_settings_now', 'hold_settings', 'other_settings', 'is_near',
+           'without_autocast', 'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'uses_old_gradients',
+           'forget_moments', 'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'CaseFile', 'why_well',
+           'why_cured', 'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/26_causes.ipynb #imports
 import itertools
@@ -667,20 +667,21 @@ def most_changed(found: Findings, name: str) -> tuple[int, float, float] | None:
             now = dict(g).get(name)
             if not isinstance(now, float | int) or not isinstance(start, float | int): continue
             by = now / start if start else math.inf if now else 1.
-            if math.isnan(by): by = math.inf
+            if math.isnan(by) or by < 0: by = math.inf # no setting is meant to change its sign
             if best is None or by > best[0] * 1.001: best = (by, number, start, now)
     return None if best is None or best[0] < 1.2 else best[1:]
 
 def rate_rose(found: Findings) -> str:
-    "Say where the learning rate rose most."
+    "Say where the learning rate rose most, or became none."
     at, before, after = most_changed(found, "lr") or (0, 0., 0.)
-    return f"the learning rate rose from {before:.3g} to {after:.3g}, most of all at batch {at}"
+    rose = "rose" if after > before else "went" # below zero, or to NaN
+    return f"the learning rate {rose} from {before:.3g} to {after:.3g}, most of all at batch {at}"
 
 def is_in_cycles(replay: Replay) -> bool:
     "Whether the learning rate had been as high before, again and again, while all was well: so it is not to blame."
-    now = max((x for s in replay.steps for g in own_settings(s) if isinstance(x := dict(g).get("lr"), float | int)),
-              default=math.inf)
-    return sum(now <= 1.2 * peak for peak in replay.incident.peaks) >= 2
+    rates = [x for s in replay.steps for g in own_settings(s) if isinstance(x := dict(g).get("lr"), float | int)]
+    now = max(rates, default=math.inf)
+    return min(rates, default=0.) >= 0 and sum(now <= 1.2 * peak for peak in replay.incident.peaks) >= 2
 
 def had_a_spell(replay: Replay) -> bool:
     "Return whether the learning rate jumped up and soon jumped back."
@@ -692,14 +693,20 @@ def had_a_spell(replay: Replay) -> bool:
     return False
 
 # %% ../../nbs/guard/26_causes.ipynb #13346ae0
-def hold_settings(replay: Replay):
-    "Keep all other settings of the optimizer as they were in the good state."
-    def of(g, own): return {k: v for k, v in g.items() if k not in {"params", "lr", *own} and not isinstance(v, Tensor)}
+def other_settings_now(replay: Replay) -> Callable[..., None]: # that puts them back
+    "Note all settings of the optimizers beside learning rates."
+    def of(g, own):
+        return {k: v for k, v in g.items()
+                if k != "params" and not k.endswith("lr") and k not in own and not isinstance(v, Tensor)}
     then = [(o, [of(g, replay.snapshot.own_settings(o)) for g in o.param_groups]) for o in replay.optimizers]
-    def hold(_):
+    def hold(*_):
         for o, settings in then:
             for g, held in zip(o.param_groups, settings): g.update(held)
-    replay.changes.before_update.append(hold)
+    return hold
+
+def hold_settings(replay: Replay):
+    "Keep all other settings of the optimizer as they were in the good state."
+    replay.changes.before_update.append(other_settings_now(replay))
 
 def other_settings(
     found: Findings,
@@ -1280,7 +1287,7 @@ def on_any_rank(
     return ask
 
 # %% ../../nbs/guard/26_causes.ipynb #redo2
-REDONE = ("healthy", "external", "data", "rate", "inputs", "counter") # causes after which the same steps do well
+REDONE = ("healthy", "external", "data", "rate", "settings", "inputs", "counter") # after these the same steps do well
 
 @torch.enable_grad()
 def redo(
@@ -1295,6 +1302,8 @@ def redo(
     with Replay(incident, ranks, clocks) as r:
         r.begin()
         if "rate" in (found.cause, *found.also): hold_rate(r)
+        put_back = other_settings_now(r) if "settings" in (found.cause, *found.also) else None
+        if put_back is not None: r.changes.before_update.append(put_back)
         if "inputs" in (found.cause, *found.also): hold_inputs(r)
         r.move(dict(found.counts))
         r.changes.without = set(found.batches)
@@ -1304,6 +1313,7 @@ def redo(
         if on_any_rank(is_bad or incident.snapshot.find_bad, ranks)(): return None
         r.move({name: -by for name, by in found.counts})
         r.keep()
+    if put_back is not None: put_back() # what the loop has set would stay, but it is proved to have done the harm
     return losses
 
 # %% ../../nbs/guard/26_causes.ipynb #6502f8f4

@@ -925,9 +925,10 @@ class StepWalk(Walk):
     def look_at_module(self, obj: nn.Module, name: str):
         "Note the tables of a module that was not handed over, so that its structure is kept, too."
         for k in ("_parameters", "_buffers", "_modules"):
-            for key, v in (table := vars(obj)[k]).items(): self.add((v, f"{name}.{key}"))
-            if table: self.structure[id(table)] = Entries(table, name)
-        self.structure["mode", id(obj)] = Names(obj, name, ["training"], vars(obj))
+            for key, v in (table := getattr(obj, k)).items(): self.add((v, f"{name}.{key}"))
+            if table and isinstance(table, dict): self.structure[id(table)] = Entries(table, name)
+        scripted = isinstance(obj, torch.jit.ScriptModule) # its tables and its mode lie in C++
+        self.structure["mode", id(obj)] = Names(obj, name, ["training"], None if scripted else vars(obj))
         self.look_inside_module(obj, name)
 
     def look_at_object(self, obj, name: str):

@@ -31,7 +31,7 @@ from .rates import rates_of
 from .reports import NAN_AGAIN, GovernorConfig, Report, logger, ordinal
 from .responses import GuardedRun, Moment
 from .snapshots import Snapshot, owned_by, trained_by
-from .writes import StateWatch
+from .writes import Memories, StateWatch, plain_weights
 
 # %% ../../nbs/guard/29_health.ipynb #2e874615
 LASTS = 12 # looks at a buffer that jumps again and again, after which that is its new level
@@ -264,8 +264,8 @@ class RateCourse(NamedTuple):
         return self._replace(rates=rates, highest=max(self.highest, rate))
 
     def raised_to(self, rates: list[float]) -> str: # "": none was
-        "Say which rate is far above that of the update before."
-        return next((f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates, rates) if b > RAISED * a > 0), "")
+        "Say which rate is far above that of the update before, or below zero since."
+        return next((f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates, rates) if b > RAISED * a > 0 or b < 0 <= a), "")
 
 class Signs:
     "What happens to the weights of a single run between and in its updates."
@@ -279,6 +279,7 @@ class Signs:
         self.batch, self.writes, self.aside = batch, writes, aside
         self.seen: deque[Sign] = deque(maxlen=256)
         self.watches = {id(o): StateWatch(partial(_owned, o)) for o in optimizers}
+        self.memories = {id(o): Memories() for o in optimizers}
         self.courses = {id(o): RateCourse(rates_of(o), max(rates_of(o), default=0.)) for o in optimizers}
         self.known = dict.fromkeys(self.watches, 0) # writes of the Governor when the latest update ended
         self.latest: int | None = None # call of `watch` at the latest update
@@ -318,6 +319,8 @@ class Signs:
         if self.relieved or self.known[mine] != self.writes(): watch.renew()
         elif (found := watch.start_of_step()) is not None:
             self.seen.append(Sign(batch=now, kind="written", what=", ".join(found.names[:3])))
+        elif put := self.memories[mine].exchanged():
+            self.seen.append(Sign(batch=now, kind="written", what=f"the data of {len(put)} weights"))
         if self.aside(): return
         course, rates = self.courses[mine], rates_of(optimizer)
         if raised := course.raised_to(rates): self.seen.append(Sign(batch=now, kind="rate", what=raised))
@@ -346,6 +349,7 @@ class Signs:
     def _after(self, optimizer: torch.optim.Optimizer, *_):
         if self.relieved: return
         self.watches[id(optimizer)].end_of_step(self.batch())
+        self.memories[id(optimizer)].note(plain_weights(trained_by([optimizer])))
         self.known[id(optimizer)] = self.writes()
 
 def other_optimizers(
@@ -552,6 +556,7 @@ class Beside:
         self.called.clear()
         self.suspects = dict(found.layers)
         for name, layer in found.layers:
+            if isinstance(layer, torch.jit.ScriptModule): continue # that takes no hooks
             self.handles.append(layer.register_forward_pre_hook(partial(_note_call, self.called, name)))
 
     def _say(self, names: Sequence[str]) -> str:

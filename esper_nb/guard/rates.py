@@ -7,6 +7,7 @@ __all__ = ['set_setting', 'has_rate', 'rates_of', 'scale_lr', 'LearningRates']
 
 # %% ../../nbs/guard/18_rates.ipynb #ffb60901
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,13 +76,17 @@ def scale_lr(
     return bool(groups)
 
 # %% ../../nbs/guard/18_rates.ipynb #f2bd465f
+def _is_above(rate, most: float) -> bool:
+    "Whether a rate is above a bound, or none at all: below zero, or not a number."
+    return not min(most, 0.) <= float(rate) <= most
+
 def _cap_schedule(schedule, then: Mapping[str, Any], since: float) -> bool: # its saved state; as `_cap_bases`
     "Put back what one schedule computes its rates from."
     raised = False
     for name in ("base_lrs", "max_lrs", "min_lrs"):
         now, before = getattr(schedule, name, None), then.get(name)
         if not (isinstance(now, list) and isinstance(before, list) and len(now) == len(before)): continue
-        capped = [b * since if float(a) > b * since else a for a, b in zip(now, before)]
+        capped = [b * since if _is_above(a, b * since) else a for a, b in zip(now, before)]
         raised |= capped != now
         setattr(schedule, name, capped)
     inner = zip(getattr(schedule, "_schedulers", ()), then.get("_schedulers", ()))
@@ -155,16 +160,18 @@ class LearningRates:
         "Put rates back that are far above those of the snapshot, and in a rollback those that a schedule reads."
         scheduled, since = self.scheduled, self.factor / then
         raised = again >= 0 and self._cap_bases(since)
-        if scheduled and not again and not raised: return
+        ruined = any(_is_above(rate, sys.float_info.max) for rate in self.now()) # no schedule comes to that
+        if scheduled and not again and not raised and not ruined: return
         for group, before in self.snapshot.learning_rates():
-            if float(group["lr"]) > (2 if scheduled else 1) * before * since: set_setting(group, "lr", before * since)
+            most = (2 if scheduled else 1) * before * since
+            if _is_above(group["lr"], most): set_setting(group, "lr", before * since)
 
     def _cap_bases(self, since: float) -> bool: # cuts made since the snapshot; whether one was raised
         "Put back the rates that schedules compute theirs from, which no schedule raises."
         raised = False
         for kind in _FIXED:
             for group, before in self.snapshot.learning_rates(kind):
-                if float(group[kind]) <= before * since: continue
+                if not _is_above(group[kind], before * since): continue
                 set_setting(group, kind, before * since)
                 raised = True
         return any([_cap_schedule(*s, since) for s in self.snapshot.schedules()]) or raised

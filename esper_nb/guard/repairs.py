@@ -369,7 +369,7 @@ class Repairs:
             self.recorder.drop(report.lost[0] if report is not None and report.lost else 0)
             return None
         self.recorder.note_redone(losses)
-        otherwise = found is not None and {"rate", "inputs", "counter"} & {found.cause, *found.also}
+        otherwise = found is not None and {"rate", "settings", "inputs", "counter"} & {found.cause, *found.also}
         if otherwise: self.altered = steps[-1].number
         left_out = [s.number for s, x in zip(steps, losses) if math.isnan(x)]
         return Redone(losses=tuple(x for x in losses if not math.isnan(x)), steps=len(losses),

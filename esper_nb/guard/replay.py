@@ -221,8 +221,11 @@ class Replay:
         self.changes.call("before_step")
         with ExitStack() as stack:
             for make in self.changes.around: stack.enter_context(make())
-            loss = s.again(None if anyway else self.changes.batches.get(s.number), () if anyway else self.optimizers,
-                           held=self.changes.held, moved=self.changes.moved)
+            try: loss = s.again(None if anyway else self.changes.batches.get(s.number),
+                                () if anyway else self.optimizers, held=self.changes.held, moved=self.changes.moved)
+            except Exception:
+                if self.ranks or not self.snapshot.find_bad(): raise
+                loss = math.nan # a distribution, say, takes no weights that are not finite
         self.changes.call("after_step")
         self.taken += 1
         return self.agreed([loss])[0]
@@ -291,7 +294,8 @@ class LayerWatch:
         for head, model in names:
             for name, m in model.named_modules():
                 label = head + name or type(m).__name__ # of a model that is one layer
-                if not list(m.children()): self.handles.append(m.register_forward_hook(self._activation(label)))
+                if list(m.children()) or isinstance(m, torch.jit.ScriptModule): continue # that one takes no hooks
+                self.handles.append(m.register_forward_hook(self._activation(label)))
         self.params = [(head + name, p) for head, model in names for name, p in model.named_parameters()]
         self.then: dict[str, Tensor] = {}
         self.older: dict[int, TensorWeakRef] = {} # gradients that were there when the step began, by parameter

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['TensorTable', 'PIECE', 'PIECES', 'PieceOf', 'tensors_of_parts', 'tables_of', 'is_other', 'untrained_in', 'words_of',
-           'in_turns', 'Written', 'WriteCounts', 'StateWatch', 'LoadWatch', 'HookOf', 'copies_of', 'Distances']
+           'in_turns', 'Written', 'WriteCounts', 'Memories', 'plain_weights', 'StateWatch', 'LoadWatch', 'HookOf',
+           'copies_of', 'Distances']
 
 # %% ../../nbs/guard/23_writes.ipynb #wri00003
 import itertools
@@ -44,9 +45,10 @@ TensorTable = dict[str, Tensor | None]
 def tables_of(
     parts: Mapping[str, Any], # by name
 ) -> list[tuple[str, TensorTable]]: # name of the module, table
-    "Return the tables in which modules hold parameters and buffers, live."
-    return [(f"{name}.{k}" if k else name, table) for name, obj in parts.items() if isinstance(obj, nn.Module)
-            for k, m in obj.named_modules() for table in (vars(m)["_parameters"], vars(m)["_buffers"]) if table]
+    "Return the tables in which modules hold parameters and buffers, live; TorchScript has none."
+    modules = [(f"{name}.{k}" if k else name, vars(m)) for name, obj in parts.items() if isinstance(obj, nn.Module)
+               for k, m in obj.named_modules() if not isinstance(m, torch.jit.ScriptModule)]
+    return [(name, table) for name, own in modules for table in (own["_parameters"], own["_buffers"]) if table]
 
 def is_other(
     a: Tensor | None, # that was there
@@ -119,6 +121,29 @@ class WriteCounts(NamedTuple):
         theirs = dict(zip(other.names, other.counts))
         return [name for name, count in zip(self.names, self.counts) if count > theirs.get(name, count)]
 
+class Memories:
+    "Whether weights get another memory between two steps, as by `p.data = other`, with another content."
+    def __init__(self):
+        self.places: list[int] = [] # when a step ended
+        self.pairs: list[tuple[Tensor, Tensor]] = [] # every weight, and its memory then
+
+    def note(self, weights: Sequence[Tensor]): # strided
+        "Remember where they lie."
+        places = [p.data_ptr() for p in weights]
+        if places == self.places: return
+        self.places, self.pairs = places, [(p, p.detach()) for p in weights]
+
+    def exchanged(self) -> list[Tensor]:
+        "Return the weights that lie elsewhere, with another content of the same form."
+        if [p.data_ptr() for p, _ in self.pairs] == self.places: return []
+        moved = [pair for pair, place in zip(self.pairs, self.places) if pair[0].data_ptr() != place]
+        def form(t): return t.shape, t.dtype, t.device
+        return [p for p, then in moved if form(p) == form(then) and not torch.equal(p, then)]
+
+def plain_weights(tensors: Iterable[Tensor]) -> list[Tensor]:
+    "Return the tensors that lie at one place, whose `data` somebody may exchange."
+    return [t for t in tensors if type(t) in (nn.Parameter, Tensor) and t.layout is torch.strided]
+
 class StateWatch:
     """Whether anything writes into tensors between two steps.
 
@@ -147,12 +172,14 @@ class StateWatch:
         self.probed: list[int] | None = None # single words of every tensor
         self.sums: list[int] | None = None # of all tensors
         self.held: list[tuple[str, TensorTable, TensorTable]] = [] # tables of modules, and what was in them
+        self.memories = Memories()
 
     def look_up(self):
         "Find the tensors again: some may be new, or lie elsewhere."
         self.tensors = {k: t for k, t in self.read().items() if not t.is_inference()}
         self.names, self.values = list(self.tensors), list(self.tensors.values())
         kinds = [isinstance(t, nn.Parameter) for t in self.values]
+        self.weights = plain_weights(t for t, is_weight in zip(self.values, kinds) if is_weight)
         mine, others = ([(i, words) for i, t in enumerate(self.values) if kinds[i] == kind for words in words_of(t)]
                         for kind in (True, False))
         self.turns, self.others = in_turns(mine), others
@@ -169,6 +196,7 @@ class StateWatch:
         self.number = number
         self.before = self._versions()
         if any(self.lies_elsewhere(i) for i, _ in self.turn()): self.look_up()
+        self.memories.note(self.weights)
         self.probed = [words.item(k) for _, words, k in self.probes]
         self.noted = [(i, words, int(np.add.reduce(words))) for i, words in self.turn()]
         everything = self.every and self.steps * 2654435761 % 2**32 < 2**32 / self.every # at no regular distance
@@ -187,6 +215,8 @@ class StateWatch:
             others = {i for (i, _, _), a, b in zip(self.probes, seen, self.probed) if a != b}
             if here := tuple(self.names[i] for i in sorted(others) if not self.lies_elsewhere(i)):
                 return Written(here, self.number, "bits")
+        if put := self.memories.exchanged():
+            return Written(tuple(k for k, t in self.tensors.items() if any(t is p for p in put)), self.number, "bits")
         for i, words, total in self.noted:
             if not self.lies_elsewhere(i) and int(np.add.reduce(words)) != total:
                 return Written((self.names[i],), self.number, "bits")
