@@ -10,6 +10,7 @@ from collections import UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,6 +194,57 @@ def test_weights_without_a_module_are_restored_where_they_are(way, of, caplog):
     assert w is next(iter(weights.values() if isinstance(weights, dict) else weights)) and w.requires_grad
     assert (w - AIM).abs().max() < .3 and "no weights will be restored" not in caplog.text
     if way == "run": assert report.cause == "external" and "wrote into the state" in report.why and not report.lost
+
+
+def as_arrays(w, m): return [w, m]
+def as_list(w, m): return [[w, m]]
+def as_nested(w, m): return [dict(layer=dict(w=w), moments=(m,))]
+def as_functions(w, m): # as of a library that offers no `state_dict`
+    def write(state): w[:], m[:] = state["w"], state["m"]
+    return [(lambda: dict(w=w.copy(), m=m.copy()), write)]
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros])
+@pytest.mark.parametrize("of", [as_arrays, as_list, as_nested])
+def test_a_network_in_arrays_goes_back_where_it_is_and_is_not_called_finite(of, make, way, caplog):
+    "Arrays in a dict were replaced, so the loop kept its NaN; it was told that all weights are finite, and of none."
+    w, m = make(4), make(4)
+    governor = Governor(*of(w, m), chance_loss=None, config=OFTEN)
+    def step(batch):
+        x, y = (t if make is torch.zeros else t.numpy() for t in batch)
+        error = x @ w - y[:, 0]
+        m[:] = .9 * m + x.T @ error / len(y)
+        w[:] = w - .02 * m
+        return float((error**2).mean())
+    for i, batch in batches(120):
+        if i == 80: w[0] = np.nan
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+    report, = governor.reports
+    assert report.batch == 80 and not governor.notes
+    assert abs(torch.as_tensor(w).float() - AIM[:, 0]).max() < .3 and "no weights will be restored" not in caplog.text
+    if way == "run": assert report.cause == "external" and not report.lost
+
+
+def test_the_arrays_that_two_functions_read_are_looked_at(caplog):
+    w, m = np.ones(4), np.zeros(4)
+    governor = Governor(*as_functions(w, m), chance_loss=None, config=OFTEN)
+    for _ in range(60): governor.watch(.5)
+    w[0] = np.nan # and no loss shows it
+    for _ in range(30): governor.watch(.5)
+    assert [r.reason for r in governor.reports] == ["state"] and w.tolist() == [1] * 4
+    assert "no weights will be restored" not in caplog.text
+
+
+def test_an_array_with_gaps_from_the_start_is_a_log():
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), .01)
+    log = np.full(200, np.nan)
+    governor = Governor(net, opt, log=log, chance_loss=None, config=OFTEN)
+    for i, (x, y) in batches(100):
+        log[i] = descend(opt, F.mse_loss(net(x), y))
+        governor.watch(log[i])
+    assert not governor.reports and governor.snapshot.steps[0] > 50
 
 
 @pytest.mark.parametrize("raised", [False, True])

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['AnyPart', 'Leaf', 'pack_tree', 'unpack_tree', 'portable_tree', 'revive_tree', 'has_lanes', 'same_layout',
-           'ModulePart', 'OptimizerPart', 'forget_noted', 'StatePart', 'tensors_in', 'weights_in', 'as_stateful',
-           'as_part', 'RandomStreams']
+           'ModulePart', 'OptimizerPart', 'forget_noted', 'StatePart', 'tensors_in', 'ndarrays_in', 'weights_in',
+           'as_stateful', 'as_part', 'RandomStreams']
 
 # %% ../../nbs/core/09_parts.ipynb #852aacb4
 import copy
@@ -364,15 +364,24 @@ class _Pair:
         self.state_dict = read
         self.load_state_dict = write
 
+def _found_in(tree, kind: type, path: str) -> dict[str, Any]: # by path
+    if isinstance(tree, kind): return {path: tree}
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    found = [_found_in(v, kind, f"{path}.{k}" if path else str(k)) for k, v in inner]
+    return {k: t for part in found for k, t in part.items()}
+
 def tensors_in(
     tree, # dicts, lists and tuples of anything
     path: str = "", # of this tree
 ) -> dict[str, Tensor]: # by path
     "Return the tensors of a tree."
-    if isinstance(tree, Tensor): return {path: tree}
-    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    found = [tensors_in(v, f"{path}.{k}" if path else str(k)) for k, v in inner]
-    return {k: t for part in found for k, t in part.items()}
+    return _found_in(tree, Tensor, path)
+
+def ndarrays_in(
+    tree, # dicts, lists and tuples of anything
+) -> dict[str, np.ndarray]: # by path
+    "Return the arrays of a tree."
+    return _found_in(tree, np.ndarray, "")
 
 def weights_in(
     tree, # dicts, lists and tuples of anything
@@ -382,23 +391,38 @@ def weights_in(
     return {k: t for k, t in tensors_in(tree, path).items()
             if isinstance(t, nn.Parameter) or t.requires_grad and t.is_leaf}
 
+def _with_arrays(tree, there: Mapping[str, np.ndarray], path: str = ""): # by path
+    "Return a tree whose arrays are those that are there, with its values, where shape and type are the same."
+    def inner(k, v): return _with_arrays(v, there, f"{path}.{k}" if path else str(k))
+    if isinstance(tree, dict): return {k: inner(k, v) for k, v in tree.items()}
+    if isinstance(tree, (list, tuple)): return _like(tree, [inner(i, v) for i, v in enumerate(tree)])
+    old = there.get(path)
+    if old is None or not isinstance(tree, np.ndarray) or not old.flags.writeable: return tree
+    if (old.shape, old.dtype) != (tree.shape, tree.dtype): return tree
+    old[...] = tree
+    return old
+
 class _Container:
     "A dict or a list; what it held when it was handed over may have other names in the loop, so that stays."
     def __init__(self, obj):
-        self.obj, self.first = obj, {k: weakref.ref(t) for k, t in tensors_in(obj).items()}
+        self.obj = obj
+        self.first = {k: weakref.ref(t) for k, t in (tensors_in(obj) | ndarrays_in(obj)).items()}
 
     def state_dict(self): return self.obj
+
+    def _same(self, found): # tensors or arrays, by path
+        return {k: t for k, t in found.items() if k in self.first and self.first[k]() is t}
 
     @torch.no_grad()
     def load_state_dict(self, new):
         "Replace the contents in place; a weight stays the tensor that an optimizer has."
         weights, found = weights_in(self.obj), dict[str, Tensor]()
-        same = {k: t for k, t in tensors_in(self.obj).items() if k in self.first and self.first[k]() is t}
+        same, arrays = self._same(tensors_in(self.obj)), self._same(ndarrays_in(self.obj))
         for w in weights.values(): w.grad = None
         def put(leaf):
             old, v = (same | weights).get(leaf.path), found[leaf.path]
             return v if old is None else _put(old, v, old.device, 1, None)
-        new = unpack_tree(pack_tree(new, found), put)
+        new = _with_arrays(unpack_tree(pack_tree(new, found), put), arrays)
         self.obj.clear()
         self.obj.update(new) if isinstance(self.obj, dict) else self.obj.extend(new)
 

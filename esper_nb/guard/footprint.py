@@ -46,7 +46,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import as_part, weights_in
+from ..core import as_part, ndarrays_in, tensors_in
 from .loops import FrameVariables, LoopBody
 
 # %% ../../nbs/guard/21_footprint.ipynb #57999de4
@@ -965,12 +965,12 @@ class StepWalk(Walk):
 def owned_by_parts(
     objects: Iterable, # parts of a run
 ) -> dict[int, Any]: # by id
-    "Return the parts, and what is recorded with them: modules, parameters, buffers, weights in a dict or a list."
+    "Return the parts, and what is recorded with them: modules, parameters, buffers, what a dict or a list holds."
     out: dict[int, Any] = {}
     for obj in objects:
         own = [obj]
         if isinstance(obj, nn.Module): own += [*obj.modules(), *obj.parameters(), *obj.buffers()]
-        elif isinstance(obj, (dict, list)): own += weights_in(obj).values()
+        elif isinstance(obj, (dict, list)): own += [*tensors_in(obj).values(), *ndarrays_in(obj).values()]
         out.update({id(x): x for x in own})
     return out
 
