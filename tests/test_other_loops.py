@@ -1322,3 +1322,22 @@ def test_a_loop_goes_on_behind_a_batch_that_makes_its_step_raise():
     assert torch.equal(train(False)[0], train(True)[0])
     weight, (report,) = train(True, ruined=True)
     assert report.cause == "external" and report.redone > 0 and weight.isfinite().all()
+
+
+@pytest.mark.parametrize("begin", [.002, .1])
+def test_a_rate_that_a_loop_sets_before_its_first_step_was_not_raised(begin):
+    "As a warm-up does: a loss that is small in its first batches, as of a detector that finds nothing, was compared."
+    first = [1.3, 17., .8, 24., .7]
+    def train(guarded):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        opt = torch.optim.SGD(net.parameters(), begin)
+        governor = Governor(net, opt, chance_loss=None) if guarded else None
+        for i, (x, y) in batches(200):
+            opt.param_groups[0]["lr"] = .1 * .99**i
+            loss = descend(opt, F.mse_loss(net(x), y))
+            if governor is not None: governor.watch(first[i] if i < len(first) else 20 + loss)
+        return net, governor
+    net, governor = train(True)
+    assert [n.action for n in governor.notes] == ["wait", "accepted"] and governor.snapshot.steps[0] > 50
+    assert torch.equal(net.weight, train(False)[0].weight)
