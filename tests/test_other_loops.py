@@ -1341,3 +1341,48 @@ def test_a_rate_that_a_loop_sets_before_its_first_step_was_not_raised(begin):
     net, governor = train(True)
     assert [n.action for n in governor.notes] == ["wait", "accepted"] and governor.snapshot.steps[0] > 50
     assert torch.equal(net.weight, train(False)[0].weight)
+
+
+class Coded(torch.Tensor):
+    "Numbers in half precision, as a library's optimizer keeps its moments: it knows hardly any operation."
+    @staticmethod
+    def __new__(cls, codes): return torch.Tensor._make_wrapper_subclass(cls, codes.shape) # noqa: SLF001
+    def __init__(self, codes): self.codes = codes
+    def __tensor_flatten__(self): return ["codes"], None
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride): return Coded(inner["codes"])
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        if func is torch.ops.aten.detach.default: return cls(args[0].codes)
+        if func is torch.ops.aten.clone.default: return cls(args[0].codes.clone())
+        raise NotImplementedError(func)
+
+class InCodes(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            held = self.state[p]
+            if not held: held["m"] = Coded(torch.zeros_like(p, dtype=torch.half))
+            held["m"].codes.mul_(.9).add_(p.grad.half())
+            p.sub_(.01 * held["m"].codes)
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_moments_in_a_class_of_their_own_are_state_as_others_are(way):
+    "The first good state that had any ended a healthy run: that class had no such operation."
+    def train(fault, guarded=True):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        opt = InCodes(net.parameters(), .01)
+        governor = Governor(net, opt, chance_loss=None, config=OFTEN) if guarded else None
+        def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+        for i, batch in batches(120):
+            if fault and i == 80: net.weight.data[0, 0] = torch.nan
+            if governor is not None and way == "run": governor.run(step, batch)
+            elif governor is not None: governor.watch(step(batch))
+            else: step(batch)
+        return [net.weight.detach(), opt.state[net.weight]["m"].codes], governor
+    alone, (clean, healthy), (mended, governor) = train(False, guarded=False)[0], train(False), train(True)
+    assert all(map(torch.equal, clean, alone)) and not healthy.reports and healthy.snapshot.steps[0] > 50
+    report, = governor.reports
+    assert report.action == "rollback" and (mended[0] - clean[0]).abs().max() < .1
+    if way == "run": assert all(map(torch.equal, mended, clean)) and report.cause == "external"

@@ -46,7 +46,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import as_part, ndarrays_in, tensors_in
+from ..core import as_part, inner_tensors, ndarrays_in, tensors_in
 from .loops import FrameVariables, LoopBody
 
 # %% ../../nbs/guard/21_footprint.ipynb #57999de4
@@ -349,6 +349,7 @@ def dense_parts(
     t: Tensor, # any
 ) -> tuple[Tensor, ...]:
     "Return the tensors in memory that a tensor consists of: of a sparse one its indices and values."
+    if inner := inner_tensors(t): return tuple(x for v in inner.values() for x in dense_parts(v))
     t = t.detach()
     if t.layout is torch.sparse_coo: return t._indices(), t._values() # noqa: SLF001
     if t.layout in (torch.sparse_csr, torch.sparse_bsr): return t.crow_indices(), t.col_indices(), t.values()
