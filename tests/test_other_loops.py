@@ -10,6 +10,7 @@ from collections import UserDict
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,6 +194,57 @@ def test_weights_without_a_module_are_restored_where_they_are(way, of, caplog):
     assert w is next(iter(weights.values() if isinstance(weights, dict) else weights)) and w.requires_grad
     assert (w - AIM).abs().max() < .3 and "no weights will be restored" not in caplog.text
     if way == "run": assert report.cause == "external" and "wrote into the state" in report.why and not report.lost
+
+
+def as_arrays(w, m): return [w, m]
+def as_list(w, m): return [[w, m]]
+def as_nested(w, m): return [dict(layer=dict(w=w), moments=(m,))]
+def as_functions(w, m): # as of a library that offers no `state_dict`
+    def write(state): w[:], m[:] = state["w"], state["m"]
+    return [(lambda: dict(w=w.copy(), m=m.copy()), write)]
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros])
+@pytest.mark.parametrize("of", [as_arrays, as_list, as_nested])
+def test_a_network_in_arrays_goes_back_where_it_is_and_is_not_called_finite(of, make, way, caplog):
+    "Arrays in a dict were replaced, so the loop kept its NaN; it was told that all weights are finite, and of none."
+    w, m = make(4), make(4)
+    governor = Governor(*of(w, m), chance_loss=None, config=OFTEN)
+    def step(batch):
+        x, y = (t if make is torch.zeros else t.numpy() for t in batch)
+        error = x @ w - y[:, 0]
+        m[:] = .9 * m + x.T @ error / len(y)
+        w[:] = w - .02 * m
+        return float((error**2).mean())
+    for i, batch in batches(120):
+        if i == 80: w[0] = np.nan
+        if way == "run": governor.run(step, batch)
+        else: governor.watch(step(batch))
+    report, = governor.reports
+    assert report.batch == 80 and not governor.notes
+    assert abs(torch.as_tensor(w).float() - AIM[:, 0]).max() < .3 and "no weights will be restored" not in caplog.text
+    if way == "run": assert report.cause == "external" and not report.lost
+
+
+def test_the_arrays_that_two_functions_read_are_looked_at(caplog):
+    w, m = np.ones(4), np.zeros(4)
+    governor = Governor(*as_functions(w, m), chance_loss=None, config=OFTEN)
+    for _ in range(60): governor.watch(.5)
+    w[0] = np.nan # and no loss shows it
+    for _ in range(30): governor.watch(.5)
+    assert [r.reason for r in governor.reports] == ["state"] and w.tolist() == [1] * 4
+    assert "no weights will be restored" not in caplog.text
+
+
+def test_an_array_with_gaps_from_the_start_is_a_log():
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), .01)
+    log = np.full(200, np.nan)
+    governor = Governor(net, opt, log=log, chance_loss=None, config=OFTEN)
+    for i, (x, y) in batches(100):
+        log[i] = descend(opt, F.mse_loss(net(x), y))
+        governor.watch(log[i])
+    assert not governor.reports and governor.snapshot.steps[0] > 50
 
 
 @pytest.mark.parametrize("raised", [False, True])
@@ -1380,3 +1432,67 @@ def test_what_ruined_weights_that_make_a_step_raise_is_named(cause):
         governor.run(step, batch)
     report, = governor.reports
     assert report.cause == cause and report.redone and (net.weight - AIM.T).abs().max() < .3
+
+
+@pytest.mark.parametrize("begin", [.002, .1])
+def test_a_rate_that_a_loop_sets_before_its_first_step_was_not_raised(begin):
+    "As a warm-up does: a loss that is small in its first batches, as of a detector that finds nothing, was compared."
+    first = [1.3, 17., .8, 24., .7]
+    def train(guarded):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        opt = torch.optim.SGD(net.parameters(), begin)
+        governor = Governor(net, opt, chance_loss=None) if guarded else None
+        for i, (x, y) in batches(200):
+            opt.param_groups[0]["lr"] = .1 * .99**i
+            loss = descend(opt, F.mse_loss(net(x), y))
+            if governor is not None: governor.watch(first[i] if i < len(first) else 20 + loss)
+        return net, governor
+    net, governor = train(True)
+    assert [n.action for n in governor.notes] == ["wait", "accepted"] and governor.snapshot.steps[0] > 50
+    assert torch.equal(net.weight, train(False)[0].weight)
+
+
+class Coded(torch.Tensor):
+    "Numbers in half precision, as a library's optimizer keeps its moments: it knows hardly any operation."
+    @staticmethod
+    def __new__(cls, codes): return torch.Tensor._make_wrapper_subclass(cls, codes.shape) # noqa: SLF001
+    def __init__(self, codes): self.codes = codes
+    def __tensor_flatten__(self): return ["codes"], None
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride): return Coded(inner["codes"])
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        if func is torch.ops.aten.detach.default: return cls(args[0].codes)
+        if func is torch.ops.aten.clone.default: return cls(args[0].codes.clone())
+        raise NotImplementedError(func)
+
+class InCodes(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            held = self.state[p]
+            if not held: held["m"] = Coded(torch.zeros_like(p, dtype=torch.half))
+            held["m"].codes.mul_(.9).add_(p.grad.half())
+            p.sub_(.01 * held["m"].codes)
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_moments_in_a_class_of_their_own_are_state_as_others_are(way):
+    "The first good state that had any ended a healthy run: that class had no such operation."
+    def train(fault, guarded=True):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        opt = InCodes(net.parameters(), .01)
+        governor = Governor(net, opt, chance_loss=None, config=OFTEN) if guarded else None
+        def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
+        for i, batch in batches(120):
+            if fault and i == 80: net.weight.data[0, 0] = torch.nan
+            if governor is not None and way == "run": governor.run(step, batch)
+            elif governor is not None: governor.watch(step(batch))
+            else: step(batch)
+        return [net.weight.detach(), opt.state[net.weight]["m"].codes], governor
+    alone, (clean, healthy), (mended, governor) = train(False, guarded=False)[0], train(False), train(True)
+    assert all(map(torch.equal, clean, alone)) and not healthy.reports and healthy.snapshot.steps[0] > 50
+    report, = governor.reports
+    assert report.action == "rollback" and (mended[0] - clean[0]).abs().max() < .1
+    if way == "run": assert all(map(torch.equal, mended, clean)) and report.cause == "external"

@@ -26,12 +26,19 @@ def test_parts_in_a_list_or_dictionary_are_guarded_one_by_one(pack):
     assert sum(isinstance(o, (nn.Module, torch.optim.Optimizer)) for o in governor.snapshot.objects.values()) == 2
 
 
+class InArrays:
+    "A network without torch."
+    def __init__(self): self.w = np.ones(2)
+    def state_dict(self): return dict(w=self.w)
+    def load_state_dict(self, state): self.w[:] = state["w"]
+
 @pytest.mark.parametrize("make, says", [
     (lambda n, o: Governor(o, chance_loss=None), "no model among the parts (optimizer), so only the weights that"),
     (lambda n, o: Governor(chance_loss=2.3), "no model among the parts (there are none)"),
     (lambda n, o: Governor(nn.Linear(2, 2), o, chance_loss=None), "`optimizer` trains no weight of what was passed"),
     (lambda n, o: Governor(n, chance_loss=None), "no optimizer among the parts; if one trains these"),
-    (lambda n, o: Governor(weights=dict(n.state_dict()), chance_loss=None), "no optimizer among the parts")])
+    (lambda n, o: Governor(weights=dict(n.state_dict()), chance_loss=None), "no optimizer among the parts"),
+    (lambda n, o: Governor(InArrays(), chance_loss=None), "no optimizer among the parts")])
 def test_what_is_missing_is_a_warning_at_once(make, says, caplog):
     make(*parts())
     assert [r.levelname for r in caplog.records] == ["WARNING"] and says in caplog.text

@@ -46,7 +46,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import as_part, weights_in
+from ..core import as_part, inner_tensors, ndarrays_in, tensors_in
 from .loops import FrameVariables, LoopBody
 
 # %% ../../nbs/guard/21_footprint.ipynb #57999de4
@@ -349,6 +349,7 @@ def dense_parts(
     t: Tensor, # any
 ) -> tuple[Tensor, ...]:
     "Return the tensors in memory that a tensor consists of: of a sparse one its indices and values."
+    if inner := inner_tensors(t): return tuple(x for v in inner.values() for x in dense_parts(v))
     t = t.detach()
     if t.layout is torch.sparse_coo: return t._indices(), t._values() # noqa: SLF001
     if t.layout in (torch.sparse_csr, torch.sparse_bsr): return t.crow_indices(), t.col_indices(), t.values()
@@ -966,12 +967,12 @@ class StepWalk(Walk):
 def owned_by_parts(
     objects: Iterable, # parts of a run
 ) -> dict[int, Any]: # by id
-    "Return the parts, and what is recorded with them: modules, parameters, buffers, weights in a dict or a list."
+    "Return the parts, and what is recorded with them: modules, parameters, buffers, what a dict or a list holds."
     out: dict[int, Any] = {}
     for obj in objects:
         own = [obj]
         if isinstance(obj, nn.Module): own += [*obj.modules(), *obj.parameters(), *obj.buffers()]
-        elif isinstance(obj, (dict, list)): own += weights_in(obj).values()
+        elif isinstance(obj, (dict, list)): own += [*tensors_in(obj).values(), *ndarrays_in(obj).values()]
         out.update({id(x): x for x in own})
     return out
 

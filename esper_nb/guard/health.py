@@ -280,7 +280,7 @@ class Signs:
         self.seen: deque[Sign] = deque(maxlen=256)
         self.watches = {id(o): StateWatch(partial(_owned, o)) for o in optimizers}
         self.memories = {id(o): Memories() for o in optimizers}
-        self.courses = {id(o): RateCourse(rates_of(o), max(rates_of(o), default=0.)) for o in optimizers}
+        self.courses: dict[int, RateCourse] = {} # from the first update on: what a loop sets before it is no raise
         self.known = dict.fromkeys(self.watches, 0) # writes of the Governor when the latest update ended
         self.latest: int | None = None # call of `watch` at the latest update
         self.gap = 0 # most calls between two updates, as where gradients are accumulated
@@ -322,7 +322,8 @@ class Signs:
         elif put := self.memories[mine].exchanged():
             self.seen.append(Sign(batch=now, kind="written", what=f"the data of {len(put)} weights"))
         if self.aside(): return
-        course, rates = self.courses[mine], rates_of(optimizer)
+        rates = rates_of(optimizer)
+        course = self.courses.get(mine, RateCourse(rates, max(rates, default=0.)))
         if raised := course.raised_to(rates): self.seen.append(Sign(batch=now, kind="rate", what=raised))
         self.courses[mine] = course.followed_by(rates, now)
 

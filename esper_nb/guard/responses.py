@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import ModulePart, forget_noted, tensors_in, weights_in
+from ..core import AnyPart, ModulePart, forget_noted, ndarrays_in, tensors_in, weights_in
 from .budget import Budget, blames_batch, is_extreme
 from .detector import RULES, LossStats, Verdict, off_scale, on_scale
 from .footprint import Footprint, memory_of
@@ -31,7 +31,6 @@ from .phases import Effect, PhaseMove
 from .probation import GoodFiles, GoodStates, SavedAt
 from .ranks import Ranks
 from .rates import LearningRates
-from .recorder import tensors_of
 from .reports import GovernorConfig, IncidentLog, Report
 from .rises import blames_weights
 from .snapshots import RestoreResult, Snapshot, trained_by
@@ -575,8 +574,10 @@ def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sent
     "Return hints about parts that seem to be missing."
     objects = list(snapshot.objects.values())
     optimizers = snapshot.optimizers
-    bare = [k for k, obj in snapshot.objects.items() if isinstance(obj, (dict, list, Tensor)) and k != STRAYS
-            and (weights_in(obj) or not optimizers and tensors_of(obj))] # of torch.func, they ask for no gradient
+    def steps(o): return hasattr(o, "step") and hasattr(o, "zero_grad") or hasattr(o, "apply_gradients") # Keras
+    stepping = any(map(steps, objects)) # optimizers of torch, fastai or Keras
+    bare = [k for k, obj in snapshot.objects.items() if k not in _ADDED
+            and (weights_in(obj) or not stepping and _may_hold_weights(snapshot.parts[k], obj))]
     if not bare and not any(isinstance(p, ModulePart) or p.laned for p in snapshot.parts.values()):
         names = ", ".join(k for k in snapshot.objects if k not in _ADDED) or "there are none"
         kept = "only the weights that the optimizer trains" if STRAYS in snapshot.objects else "no weights"
@@ -586,14 +587,18 @@ def missing_parts(snapshot: Snapshot, rates: LearningRates) -> list[str]: # sent
     if not rates.scheduled and any(hasattr(o.step, "_wrapped_by_lr_sched") for o in optimizers):
         found.append("a scheduler drives the optimizer, but is not among the parts, so no cut of its rate can last; "
                      "pass it: Governor(model, optimizer, scheduler, ...)")
-    def steps(o): return hasattr(o, "step") and hasattr(o, "zero_grad") or hasattr(o, "apply_gradients") # Keras
-    stepping = any(map(steps, objects)) # optimizers of torch, fastai or Keras
     if not stepping and not hasattr(snapshot.objects.get("stepper"), "owners"):
         found.append("no optimizer among the parts; if one trains these weights, pass it, Governor(model, optimizer, "
                      "...), or a NaN in its moments ruins every state that is restored")
     found += [f"`{name}` trains no weight of what was passed: pass the network that it trains, or make the optimizer "
               "anew for this one" for name in trains_others(snapshot.objects)]
     return found
+
+def _may_hold_weights(part: AnyPart, obj) -> bool: # of a loop without an optimizer, the part made of the object
+    "Whether a part that is no module may be a network: of torch.func, or in NumPy."
+    if isinstance(part, ModulePart) or isinstance(obj, tuple): return True # what two functions read is not known
+    state = part.obj.state_dict()
+    return bool(tensors_in(state) or ndarrays_in(state))
 
 def trains_others(objects: Mapping[str, Any]) -> list[str]: # parts by name; names
     "Return optimizers all of whose weights are in no model, such as those of a model that was made again since."

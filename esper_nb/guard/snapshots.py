@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from ..core import (
-    AnyPart, Leaf, ModulePart, OptimizerPart, RandomStreams, as_part, by_lane, check, check_count, has_lanes,
-    hold_interrupts, hook_steps, lane_runs, quiet_hooks, same_layout, unpack_tree, wait_for, writes_only_state)
+    AnyPart, Leaf, ModulePart, OptimizerPart, RandomStreams, StatePart, as_part, by_lane, check, check_count, has_lanes,
+    hold_interrupts, hook_steps, lane_runs, ndarrays_in, quiet_hooks, same_layout, unpack_tree, wait_for,
+    writes_only_state)
 
 # %% ../../nbs/guard/12_snapshots.ipynb #87328e7e
 @dataclass(frozen=True)
@@ -1057,7 +1058,8 @@ def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[State
          known: Sequence[bool] | None = None) -> tuple[list[StateKey], list[int]]: # known: of each tensor, finite
     "Non-finite tensors, and the lanes that own them; a shared one condemns every lane."
     bad_sparse = [k for k, t in live.sparse.items() if not t.coalesce().values().isfinite().all()]
-    if bad_sparse: return bad_sparse, list(range(n))
+    bad_arrays = [] if n > 1 else [k for k in _infinite_arrays(live, parts) if k not in masks] # no lane owns them
+    if bad_sparse or bad_arrays: return bad_sparse + bad_arrays, list(range(n))
     keys = [k for k, t in live.tensors.items()
             if _may_be_infinite(t) and k not in masks and getattr(parts[k[0]].obj, "vetted", True)]
     sure = dict(zip(live.tensors, known)) if known else dict(zip(keys, _finite([live.tensors[k] for k in keys])))
@@ -1070,9 +1072,16 @@ def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[State
         lanes |= set((~fine).nonzero().flatten().tolist())
     return bad, sorted(lanes)
 
+def _infinite_arrays(live: LiveState, parts: Mapping[str, AnyPart]) -> list[StateKey]:
+    "Arrays of NumPy that are not finite, in parts that are neither modules nor optimizers."
+    others = [name for name in live.rest if isinstance(parts[name], StatePart)
+              and getattr(parts[name].obj, "vetted", True)]
+    return [(name, path) for name in others for path, a in ndarrays_in(live.rest[name]).items()
+            if a.dtype.kind in "fc" and not np.isfinite(a).all()]
+
 def _masks(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
-    "Buffers of modules that are infinite by design."
-    found = set()
+    "Buffers of modules that are infinite by design, and arrays that are not finite from the start, such as a log."
+    found = set(_infinite_arrays(live, parts))
     for k, t in live.tensors.items():
         if not isinstance(parts[k[0]], ModulePart) or not t.is_floating_point(): continue
         if isinstance(live.rest[k[0]]["named"].get(k[1]), nn.Parameter): continue

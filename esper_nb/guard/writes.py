@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import listed, weights_in
+from ..core import listed, tensors_in
 from .footprint import bits_of, memory_of
 
 # %% ../../nbs/guard/23_writes.ipynb #54049238
 def tensors_of_parts(
     parts: Mapping[str, Any], # by name
 ) -> dict[str, Tensor]: # by the name that `Snapshot.find_bad` gives it
-    "Return parameters and buffers of modules, weights in dicts and lists, and what optimizers remember."
+    "Return parameters and buffers of modules, tensors in dicts and lists, and what optimizers remember."
     out: dict[str, Tensor] = {}
     for name, obj in parts.items():
         if isinstance(obj, nn.Module):
@@ -36,7 +36,7 @@ def tensors_of_parts(
             params = [p for g in obj.param_groups for p in g["params"]]
             out |= {f"{name}.state{i}.{k}": v for i, p in enumerate(params)
                     for k, v in obj.state.get(p, {}).items() if isinstance(v, Tensor)}
-        elif isinstance(obj, (dict, list)): out |= weights_in(obj, name)
+        elif isinstance(obj, (dict, list)): out |= tensors_in(obj, name)
         elif isinstance(obj, Tensor): out[f"{name}.values"] = obj
     return out
 
