@@ -149,7 +149,8 @@ def test_compare(tmp_path, capsys):
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["interrupt", "end"])
 def test_a_comparison_that_is_stopped_says_what_it_keeps_and_goes_on_from_there(tmp_path, capsys, plain_signals, number,
                                                                                 status):
-    words = ["compare", "digits_impaired", "--rules", "wait-only", "--seeds", "3", "--out", str(tmp_path/"c.json"), *SMALL]
+    words = ["compare", "digits_impaired", "--rules", "wait-only", "--seeds", "3", *SMALL]
+    words += ["--out", str(tmp_path/"c.json")]
     def stopped(at):
         with pytest.MonkeyPatch.context() as patch: # what counts the steps is put in `GrowVecEnv`
             patch.setattr(GrowVecEnv, "step", GrowVecEnv.step)

@@ -447,6 +447,15 @@ def test_slots_and_examples_that_do_not_fit_are_named(slots, example, words):
     with pytest.raises(ValueError, match=words): attach_slots(net, slots, example, layouts={"0": "BD"})
     assert not vars(net[0])["_forward_hooks"]
 
+@pytest.mark.parametrize("example", [torch.ones(8), torch.ones(2, 3, 4, 5, 8)], ids=["unbatched", "volumes"])
+def test_features_that_no_layout_fits_ask_for_another_layer(example):
+    with pytest.raises(ValueError, match="output of 0=.*expected .* or \\(B, D\\).*name a layer with such an output"):
+        attach_slots(nn.Sequential(nn.Linear(8, 8)), ["0"], example)
+
+def test_the_only_lane_of_a_network_is_named():
+    model = attach_slots(nn.Sequential(nn.Linear(8, 8)), ["0"], torch.ones(2, 8), layouts={"0": "BD"})
+    with pytest.raises(ValueError, match="lanes=3, expected 0, the only lane, or None"): export_model(model, 3)
+
 def test_a_scripted_network_is_refused_with_the_way_out():
     net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), torch.ones(2, 8)
     with warnings.catch_warnings(action="ignore"): scripted, traced = torch.jit.script(net), torch.jit.trace(net, x)

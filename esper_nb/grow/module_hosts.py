@@ -667,6 +667,8 @@ def choose_layout(
         good = declared in LAYOUTS and len(declared) == len(shape)
         check(good, f"layout of {name}", declared, f"{expected}, for {tuple(shape)}")
         return declared
+    check(2 <= len(shape) <= 4, f"output of {name}", tuple(shape), "(B, C, H, W), (B, L, D) or (B, D): a batch of "
+          "pictures, sequences or vectors; name a layer with such an output")
     check(usual != "", f"output of {name}", tuple(shape), f"(B, C, H, W) or (B, L, D), or {expected}")
     last = isinstance(layer, LAST_AXIS) and _width(layer) == shape[-1]
     first = isinstance(layer, FIRST_AXIS) and _width(layer) == shape[1]

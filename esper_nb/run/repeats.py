@@ -123,7 +123,8 @@ class RepeatStore:
         done = sum(path.name.startswith("seed-") for path in self.mine)
         if not self.mine: return "stopped before a seed was finished: nothing is kept"
         searched = "" if done else " and the searches that all of them share"
-        return f"stopped: {done} of {seeds} seeds{searched} are kept in {self.folder}; the same command goes on from there"
+        what = f"{done} of {seeds} seeds{searched}"
+        return f"stopped: {what} are kept in {self.folder}; the same command goes on from there"
 
     def clear(self) -> None:
         "Delete this comparison's files, and no others."
