@@ -15,6 +15,7 @@ import torch.utils.checkpoint
 import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from esper_nb.control import GrowVecEnv
 from esper_nb.core import by_lane, find_form, lane, lane_form, lane_module, per_lane, reset_lanes, run_on_trial, seeded
@@ -337,10 +338,17 @@ def frozen_front():
     net.up.requires_grad_(False)
     return net
 
+def pruned():
+    net = Small(nn.Conv2d(6, 6, 1))
+    for layer in (net.middle, net.head): prune.random_unstructured(layer, "weight", .3)
+    return net
+
 STRANGERS = {
+    "pruned": pruned,
     "weight norm": lambda: Small(nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 6, 1))),
     "spectral norm": lambda: Small(nn.utils.parametrizations.spectral_norm(nn.Conv2d(6, 6, 1))),
     "a hook's weight": lambda: Small(nn.utils.spectral_norm(nn.Conv2d(6, 6, 1))),
+    "a hook's norm": lambda: Small(nn.utils.weight_norm(nn.Conv2d(6, 6, 1))),
     "lazy": lambda: Small(nn.Sequential(nn.LazyConv2d(6, 1), nn.LazyBatchNorm2d())),
     "frozen front": frozen_front, "bfloat16": lambda: Cast("bfloat16"), "double": lambda: Cast("float64")}
 
@@ -497,6 +505,20 @@ def test_a_network_that_is_converted_without_its_slots_is_named_and_with_them_ru
     with pytest.raises(RuntimeError, match=f"slot 0: its seeds are torch.float32 .*features {dtype}.*not the network"):
         model(x.to(dtype))
     assert model.to(dtype)(x.to(dtype)).dtype == dtype
+
+def in_a_dictionary():
+    class Nested(Small):
+        def forward(self, x): return dict(out=dict(scores=super().forward(x)))
+    return Nested()
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("factory, words", [
+    (lambda: torch.compile(Small(), backend="eager"), "OptimizedModule.*neither compiled nor scripted"),
+    (lambda: torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))), "neither compiled nor scripted"),
+    (lambda: Small(torch.jit.script(nn.Conv2d(6, 6, 1))), "RecursiveScriptModule.*neither compiled nor scripted"),
+    (in_a_dictionary, "expected a tensor, or some in a flat dictionary.*in a loop of yours")])
+def test_a_network_that_no_lane_can_be_of_is_refused(factory, words):
+    with pytest.raises(ValueError, match=words): explore_host(ModuleHostConfig(factory, ["act"], (1, 8, 8), 10))
 
 class OwnLanes(Small):
     "A network whose authors, too, have something that they call lanes."

@@ -360,6 +360,10 @@ def _make(factory: Callable[..., nn.Module], kwargs: Mapping, output: str | int 
           config: ModuleHostConfig) -> nn.Module:
     module = out_of_place(factory(**kwargs))
     check(isinstance(module, nn.Module), f"what {config.factory} makes", type(module).__name__, "a module")
+    graphs = [type(m).__name__ for m in module.modules()
+              if isinstance(m, torch.jit.ScriptModule) or hasattr(m, "_torchdynamo_orig_callable")]
+    check(not graphs, f"what {config.factory} makes", graphs[:1], "a network that is neither compiled nor "
+          "scripted, and has no such part: slots cannot be put into a graph")
     if any(map(is_lazy, [*module.parameters(), *module.buffers()])): # layers that learn their widths from a first pass
         with torch.no_grad(): module.eval()(config.read())
         module.train()
@@ -465,7 +469,9 @@ def _picked(config: ModuleHostConfig, y: Any, expected: tuple) -> Tensor: # y: w
         return y
     found = dict(y) if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, (list, tuple)) else {}
     check(bool(found), name, type(y).__name__, "a tensor, or several in a dictionary or tuple")
-    fits = [k for k, v in found.items() if isinstance(v, Tensor) and v.shape == expected] or [*found]
+    tensors = [k for k, v in found.items() if isinstance(v, Tensor)]
+    check(bool(tensors), name, type(y).__name__, "a tensor, or some in a flat dictionary or tuple" + _OTHER_NETWORKS)
+    fits = [k for k in tensors if found[k].shape == expected] or tensors
     several = f"{type(y).__name__} of {', '.join(map(str, found))}"
     check(config.output in found, name if config.output is None else "output",
           several if config.output is None else config.output,
