@@ -375,6 +375,8 @@ class EnvSource(Source):
     2
     >>> source.step().loss.shape
     (1, 2)
+    >>> source.begun
+    (1, 1)
     """
     unit = "step"
     has_faults = True
