@@ -146,6 +146,25 @@ def test_compare(tmp_path, capsys):
     with pytest.raises(SystemExit): main(["compare", "digits_impaired", "--jobs", "0", "--out", str(out)])
     assert "jobs" in capsys.readouterr().err
 
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["interrupt", "end"])
+def test_a_comparison_that_is_stopped_says_what_it_keeps_and_goes_on_from_there(tmp_path, capsys, plain_signals, number,
+                                                                                status):
+    words = ["compare", "digits_impaired", "--rules", "wait-only", "--seeds", "3", *SMALL]
+    words += ["--out", str(tmp_path/"c.json")]
+    def stopped(at):
+        with pytest.MonkeyPatch.context() as patch: # what counts the steps is put in `GrowVecEnv`
+            patch.setattr(GrowVecEnv, "step", GrowVecEnv.step)
+            try: return signalled(words, at, number)
+            except SystemExit as e: return e.code
+    for at, kept in ((3, "before a seed was finished: nothing is kept"),
+                     (8 + 3, f"1 of 3 seeds are kept in {tmp_path/'c.seeds'}; the same command goes on from there"),
+                     (8 + 3, "2 of 3 seeds are kept in")): # a play has 8 steps, and what is kept none
+        assert stopped(at) == status
+        assert f"esper-nb: stopped{' ' if at == 3 else ': '}{kept}" in capsys.readouterr().err
+    assert main(words) == 0
+    assert "seed 1: kept from before" in capsys.readouterr().err and not (tmp_path/"c.seeds").exists()
+    assert {p.seed for p in Comparison.load(tmp_path/"c.json").plays} == {0, 1, 2}
+
 def test_fit(tmp_path, capsys):
     options = ["--set", "lanes=2", "--set", "epochs=2", "--inject", "nan:1:1"]
     assert main(["fit", "digits", *options, "--out", str(tmp_path)]) == 0

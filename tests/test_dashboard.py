@@ -394,6 +394,72 @@ def test_ppo_over_lanes_runs_in_a_session(run):
     assert all(torch.equal(x, y) for x, y in zip(a.policy.parameters(), b.policy.parameters()))
     assert s.rollback(0).wait().ok is False and "punished" in s.notes[-1].text
 
+def test_a_controller_that_has_learnt_before_goes_on_with_its_count(run, tmp_path):
+    half, whole = (learner(horizon=5, num_steps=4) for _ in range(2))
+    for _ in range(5): half.step()
+    for u in train_ppo(whole): pass
+    s = run(EnvSource(half), root=tmp_path)
+    assert (s.steps, s.source.total) == (5, 8) and s.position == "at step 5"
+    s.save().wait()
+    s.start()
+    assert s.wait() == "done", s.error
+    assert s.steps == 8 and half.update == 2
+    assert all(torch.equal(x, y) for x, y in zip(half.policy.parameters(), whole.policy.parameters()))
+    again = run(EnvSource(learner(horizon=5, num_steps=4)))
+    assert again.load(str(s.folder.path/"checkpoint.safetensors")).wait().ok and again.steps == 5
+    again.start()
+    assert again.wait() == "done" and again.steps == 8
+
+def test_a_population_that_was_trained_before_goes_on_with_its_count(run, tmp_path):
+    pop = population(2, 6)
+    for r in fit(pop, 2): pass
+    batches = pop.data.num_train // pop.batch_size
+    s = run(pop, root=tmp_path)
+    d = Dashboard(s)
+    assert (s.steps, s.history.x) == (2, 2 * batches) and "2 of 6 epochs" in repr(s)
+    assert "image/png" not in d._repr_mimebundle_() # nothing is drawn yet
+    steps(s, 1)
+    s.log(gap=1.)
+    assert s.history.losses.rows[:, 0].tolist() == list(range(2 * batches + 1, 3 * batches + 1))
+    assert s.history.metrics["gap"].rows[-1, 0] == 3 * batches
+    s.save().wait()
+    s.start()
+    assert s.wait() == "done" and (s.steps, pop.epoch.tolist()) == (6, [6, 6])
+    assert s.notes[-1].text == "done after 6 epochs"
+    fresh = run(population(2, 6))
+    assert fresh.load(str(s.folder.path/"checkpoint.safetensors")).wait().ok and (fresh.steps, fresh.over) == (3, "")
+    steps(fresh, 1)
+    fresh.load(str(s.folder.path/"checkpoint.safetensors")).wait()
+    assert fresh.steps == 4 # its curves go on
+    d.close()
+
+def test_a_session_that_is_made_first_begins_where_others_have_left_the_population(run):
+    pop = population(2, 6)
+    s = run(pop)
+    for r in fit(pop, 2): pass
+    assert "epoch 2" in str(s.step(1).wait()) and s.wait() == "paused" and s.steps == 3
+
+def test_a_refused_request_names_the_file(run, tmp_path):
+    s = run(population(2, 2), root=tmp_path/"file")
+    (tmp_path/"file").write_text("")
+    for refused in (s.load(str(tmp_path/"nowhere")).wait(), s.save().wait()):
+        assert not refused.ok and str(tmp_path) in str(refused) and "Error(" not in str(refused)
+    with pytest.raises(ValueError, match="capacity=10, expected a multiple of 4, at least 8"):
+        Session(population(2, 2), capacity=10)
+    s.log(gap=[1, 2])
+    with pytest.raises(ValueError, match="gap=3, expected 2, as before"): s.log(gap=3)
+
+def test_a_loop_that_was_interrupted_is_not_done(run):
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=.1)
+    def loop(disturb):
+        yield net(torch.ones(4, 2)).square().mean()
+        raise KeyboardInterrupt
+    s = run(LoopSource(loop, Governor(net, optimizer, chance_loss=None), net, optimizer, total=20))
+    for _ in range(2):
+        s.start()
+        assert s.wait() == "failed" and "KeyboardInterrupt" in s.over and s.steps == 1
+
 def test_a_fault_in_a_controllers_lane_is_an_incident(run):
     s = run(EnvSource(learner(horizon=30, num_steps=8)))
     steps(s, 5)

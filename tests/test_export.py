@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchvision
 from torch import nn
+from torch.nn.utils import prune
 
 from esper_nb.core import conv2d, per_lane, unfold
 from esper_nb.grow import (
@@ -285,3 +286,31 @@ def test_what_is_switched_off_is_not_dropped_either():
     model = attach_slots(Residual(), ["path"], torch.randn(2, 3, 8, 8), blueprints=["conv_light"])
     make_fossil(model, "path", "conv_light")
     with model.disable_seeds(), pytest.raises(RuntimeError, match="would be lost"): model.detach_slots()
+
+
+# ---- networks and seeds that others have worked on
+
+def attached(net, x):
+    model = attach_slots(net, ["1"], x, blueprints=["mlp_small"], layouts={"1": "BD"})
+    make_fossil(model, "1", "mlp_small")
+    shake(model.slots)
+    return model.eval()
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantised_network_is_exported():
+    x = torch.randn(4, 8)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = attached(torch.ao.quantization.quantize_dynamic(net, {nn.Linear}), x)
+    same(run(export_model(model, 0, x), x), run(model, x))
+
+def test_a_pruned_seed_is_copied_and_exported():
+    x = torch.randn(4, 8)
+    model = attached(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), x)
+    layer = model.slot("1").banks["mlp_small"].body.up
+    prune.l1_unstructured(layer, "weight", .5)
+    model(x).sum().backward() # the weight of the layer is no leaf now
+    expected = run(model, x)
+    for one in (copy.deepcopy(model), model.lane(0)): same(run(one.eval(), x), expected)
+    plain = export_model(model, 0, x)
+    same(run(plain, x), expected)
+    assert not hooks(plain) and max(float((p == 0).float().mean()) for p in plain.parameters()) == .5

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch.utils.checkpoint
 import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from esper_nb.control import GrowVecEnv
 from esper_nb.core import by_lane, find_form, lane, lane_form, lane_module, per_lane, reset_lanes, run_on_trial, seeded
@@ -336,10 +338,17 @@ def frozen_front():
     net.up.requires_grad_(False)
     return net
 
+def pruned():
+    net = Small(nn.Conv2d(6, 6, 1))
+    for layer in (net.middle, net.head): prune.random_unstructured(layer, "weight", .3)
+    return net
+
 STRANGERS = {
+    "pruned": pruned,
     "weight norm": lambda: Small(nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 6, 1))),
     "spectral norm": lambda: Small(nn.utils.parametrizations.spectral_norm(nn.Conv2d(6, 6, 1))),
     "a hook's weight": lambda: Small(nn.utils.spectral_norm(nn.Conv2d(6, 6, 1))),
+    "a hook's norm": lambda: Small(nn.utils.weight_norm(nn.Conv2d(6, 6, 1))),
     "lazy": lambda: Small(nn.Sequential(nn.LazyConv2d(6, 1), nn.LazyBatchNorm2d())),
     "frozen front": frozen_front, "bfloat16": lambda: Cast("bfloat16"), "double": lambda: Cast("float64")}
 
@@ -433,6 +442,83 @@ def test_what_no_seed_or_task_can_use_is_refused_with_the_way_out():
         config = ModuleHostConfig(lambda one=one: nn.Sequential(one), ["0"], (1, 8, 8), 10)
         with pytest.raises(ValueError, match=rf"{words}.*grows in a loop of yours: attach_slots\(net"):
             explore_host(config)
+
+@pytest.mark.parametrize("slots, example, words", [
+    ([1], torch.ones(2, 8), r"slots=\[1\], expected a list of submodule names.*named_modules"),
+    ([nn.Tanh()], torch.ones(2, 8), r"slots=\[Tanh\(\)\], expected a list of submodule names"),
+    ([], torch.ones(2, 8), "expected a list of submodule names"),
+    (["0"], torch.ones(2, 9), r"example=torch.float32 \(2, 9\), expected what Sequential takes.*RuntimeError"),
+    (["0"], torch.ones(2, 8, dtype=torch.int64), "example=torch.int64 .*expected what Sequential takes"),
+    (["0"], torch.ones(2, 8).numpy(), "example=ndarray, expected what Sequential takes.*TypeError")])
+def test_slots_and_examples_that_do_not_fit_are_named(slots, example, words):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match=words): attach_slots(net, slots, example, layouts={"0": "BD"})
+    assert not vars(net[0])["_forward_hooks"]
+
+@pytest.mark.parametrize("example", [torch.ones(8), torch.ones(2, 3, 4, 5, 8)], ids=["unbatched", "volumes"])
+def test_features_that_no_layout_fits_ask_for_another_layer(example):
+    with pytest.raises(ValueError, match="output of 0=.*expected .* or \\(B, D\\).*name a layer with such an output"):
+        attach_slots(nn.Sequential(nn.Linear(8, 8)), ["0"], example)
+
+def test_the_only_lane_of_a_network_is_named():
+    model = attach_slots(nn.Sequential(nn.Linear(8, 8)), ["0"], torch.ones(2, 8), layouts={"0": "BD"})
+    with pytest.raises(ValueError, match="lanes=3, expected 0, the only lane, or None"): export_model(model, 3)
+
+def test_a_scripted_network_is_refused_with_the_way_out():
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), torch.ones(2, 8)
+    with warnings.catch_warnings(action="ignore"): scripted, traced = torch.jit.script(net), torch.jit.trace(net, x)
+    for one, slot in ((scripted, "0"), (traced, "0"), (nn.Sequential(scripted), "0.0")):
+        with pytest.raises(ValueError, match=f"slot='{slot}', expected a part of an ordinary network.*export_model"):
+            attach_slots(one, [slot], x, layouts={slot: "BD"})
+
+def test_a_verb_names_the_curve_and_the_reason_that_are_known():
+    model = attach_slots(nn.Sequential(nn.Linear(8, 8)), ["0"], torch.ones(2, 8), layouts={"0": "BD"})
+    with pytest.raises(ValueError, match="curve='cosine', expected one of Curve.LINEAR, Curve.COSINE"):
+        model.germinate("0", "norm", curve="cosine")
+    model.germinate("0", "norm")
+    with pytest.raises(ValueError, match="reason='old', expected one of Reason.ASKED"): model.prune("0", reason="old")
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_seeds_of_a_network_under_autocast_keep_the_type_of_its_weights(inside):
+    class Net(nn.Sequential):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside or torch.is_autocast_enabled("cpu")):
+                return super().forward(x)
+    net, x = Net(nn.Linear(8, 8), nn.Linear(8, 3)), torch.ones(2, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        model = attach_slots(net, ["0"], x, layouts={"0": "BD"})
+        model.germinate("0", "mlp_small", tempo=0)
+        for _ in range(3): model.advance("0", force=True)
+        y = model.train()(x)
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16 and {p.dtype for p in model.parameters()} == {torch.float32}
+    assert model.slot("0").banks["mlp_small"].body.down.weight.grad.any()
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_network_that_is_converted_without_its_slots_is_named_and_with_them_runs(dtype):
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), torch.ones(2, 8)
+    model = attach_slots(net, ["0"], x, layouts={"0": "BD"})
+    net.to(dtype)
+    model(x.to(dtype)) # nothing has grown
+    model.germinate("0", "norm", tempo=0)
+    for _ in range(3): model.advance("0", force=True)
+    with pytest.raises(RuntimeError, match=f"slot 0: its seeds are torch.float32 .*features {dtype}.*not the network"):
+        model(x.to(dtype))
+    assert model.to(dtype)(x.to(dtype)).dtype == dtype
+
+def in_a_dictionary():
+    class Nested(Small):
+        def forward(self, x): return dict(out=dict(scores=super().forward(x)))
+    return Nested()
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("factory, words", [
+    (lambda: torch.compile(Small(), backend="eager"), "OptimizedModule.*neither compiled nor scripted"),
+    (lambda: torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))), "neither compiled nor scripted"),
+    (lambda: Small(torch.jit.script(nn.Conv2d(6, 6, 1))), "RecursiveScriptModule.*neither compiled nor scripted"),
+    (in_a_dictionary, "expected a tensor, or some in a flat dictionary.*in a loop of yours")])
+def test_a_network_that_no_lane_can_be_of_is_refused(factory, words):
+    with pytest.raises(ValueError, match=words): explore_host(ModuleHostConfig(factory, ["act"], (1, 8, 8), 10))
 
 class OwnLanes(Small):
     "A network whose authors, too, have something that they call lanes."
@@ -672,13 +758,14 @@ class Writing(nn.Module):
     def forward(self, x):
         h = self.up(x).clone() if self.copies else self.up(x)
         if self.how == "relu": h = F.relu(h, inplace=True)
+        elif self.how == "dropout": h = F.dropout(h, .3, self.training, inplace=True) # writes in training alone
         elif self.how == "add": h += x
         else: h[:, :, 0] = 0
         return self.head(self.mid(h).relu().mean((2, 3)))
 
 @pytest.mark.parametrize("lanes", [[0, 1, 2], [1]], ids=["all lanes", "some lanes"])
 @pytest.mark.parametrize("side", [True, False], ids=["side by side", "lane by lane"])
-@pytest.mark.parametrize("how", ["relu", "add", "index"])
+@pytest.mark.parametrize("how", ["relu", "dropout", "add", "index"])
 def test_a_forward_that_works_in_place_changes_no_loss_and_no_signal(how, side, lanes):
     plain_blueprint("ends_in_tanh", "BCHW")(lambda c: nn.Sequential(nn.Conv2d(c, c, 3, padding=1), nn.Tanh()))
     def trained(inplace):

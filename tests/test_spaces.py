@@ -157,3 +157,14 @@ def test_what_is_no_vector_environment_or_shows_nothing_is_refused_in_a_line():
     for nothing in (spaces.Box(-1, 1, (0,)), spaces.Dict({})):
         with pytest.raises(ValueError, match="at least one number; where there is nothing to see"):
             Learner(SyncVectorEnv([lambda space=nothing: Echo(space, spaces.Discrete(2))] * 2))
+
+
+def test_a_foreign_vector_environment_and_infos_in_a_list_are_named():
+    class Foreign: # as Stable-Baselines3's VecEnv
+        num_envs, observation_space, action_space, metadata = 2, spaces.Box(-1, 1), spaces.Discrete(2), {}
+    with pytest.raises(ValueError, match="envs='Foreign', expected a vector environment, such as gymnasium.make_vec"):
+        EnvStream(Foreign())
+    envs = SyncVectorEnv([lambda: Echo(spaces.Box(-1, 1), spaces.Discrete(2))] * 2)
+    stream = EnvStream(gym.wrappers.vector.DictInfoToList(envs))
+    with pytest.raises(ValueError, match="type of the info='list', expected a dictionary.*leave out DictInfoToList"):
+        stream.reset(0)

@@ -77,7 +77,9 @@ def with_lanes(
     "Make a module like this one with another number of lanes; fill it with `put_lanes` or `reset_lanes`."
     n = num_lanes(module)
     check_count("lanes", m)
-    memo = {id(t): _resized(t, n, m) for t in lane_state(module).values()}  # deepcopy takes these for the copies
+    memo: dict[int, Tensor] = {id(t): _resized(t, n, m) for t in lane_state(module).values()} # deepcopy's copies
+    computed = [t for part in module.modules() for t in vars(part).values() if isinstance(t, Tensor) and t.grad_fn]
+    memo |= {id(t): t.detach().clone() for t in computed} # by a hook before each pass: of pruned weights, say
     new = copy.deepcopy(module, memo)
     for part in _lane_layers(new):
         if hasattr(part, "lanes"): rewiden(part, n, m)

@@ -22,6 +22,10 @@ class Curve(IntEnum):
     COSINE = 1
     SIGMOID = 2
 
+    @classmethod
+    def _missing_(cls, value):
+        raise ValueError(f"curve={value!r}, expected one of {', '.join(f'Curve.{c.name}' for c in cls)}")
+
 # %% ../../nbs/grow/21_blending.ipynb #8ae9c175
 def progress(
     t: float, # share of the time, 0 to 1

@@ -191,11 +191,11 @@ class _Grown(Form):
     "The seed of a slot with one lane, and its blending."
     def __init__(self, slot: Slot, role: Role):
         super().__init__()
-        self.seed, self.blend = plain_module(copy.deepcopy(slot.part(role.blueprint))), role.blend
+        self.seed, self.blend = plain_module(settle_weights(copy.deepcopy(slot.part(role.blueprint)))), role.blend
         self.full, self.pictures = role.blend == Blend.ADD and role.alphas[0] == 1, slot.family == "cnn"
         like = probe(slot.family, slot.channels).to(slot.blend_gate.fc1.weight)
         if not self.full: self.register_buffer("alpha", spread(torch.tensor(role.alphas).to(like.device), like, 1))
-        if role.blend == Blend.GATE: self.gate = plain_module(copy.deepcopy(slot.blend_gate))
+        if role.blend == Blend.GATE: self.gate = plain_module(settle_weights(copy.deepcopy(slot.blend_gate)))
         self.rest = getattr(slot.part(role.blueprint), "rest", None)
 
     def forward(self, h):
@@ -318,7 +318,8 @@ _HOOKED: dict[type, Callable[[nn.Module, str], Any]] = { # hooks that compute a 
 # %% ../../nbs/grow/27_export.ipynb #eda873f5
 def check_finite(net: nn.Module):
     "Raise a `RuntimeError` for numbers that are not finite, by the name of their tensor."
-    sick = [k for k, t in net.state_dict().items() if t.is_floating_point() and not t.isfinite().all()]
+    state = {k: t for k, t in net.state_dict().items() if isinstance(t, Tensor)} # quantised layers have more in it
+    sick = [k for k, t in state.items() if t.is_floating_point() and not t.isfinite().all()]
     if sick: raise RuntimeError(f"{', '.join(sick)} not finite: restore a good state first, or prune the seed")
 
 def check_same(

@@ -118,6 +118,10 @@ class Reason(IntEnum):
     POLICY = 1 # by a controller
     ROLLBACK = 5 # by the Governor, with the lane's weights
 
+    @classmethod
+    def _missing_(cls, value):
+        raise ValueError(f"reason={value!r}, expected one of {', '.join(f'Reason.{r.name}' for r in cls)}")
+
 # %% ../../nbs/grow/22_lifecycle.ipynb #ffd9a66f
 class SeedState(NamedTuple):
     "The state of one slot in one lane: the stage of its seed, its ramp, its clocks and its measurements."

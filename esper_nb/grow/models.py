@@ -9,7 +9,7 @@ __all__ = ['MAX_BRANCHES', 'DECISION_VERBS', 'Growing', 'GrowingModel', 'combina
 # %% ../../nbs/grow/25_models.ipynb #f59bbfd0
 import itertools
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -501,7 +501,8 @@ def apply_decisions(
     check(len(decisions) == model.lanes, "decisions", len(decisions), f"one entry for each of {model.lanes} lanes")
     results = []
     for i, given in enumerate(decisions):
-        several = [given] if isinstance(given, Decision) else given or ()
+        several: Iterable = given if isinstance(given, Iterable) and not isinstance(given, Decision) else \
+            [] if given is None else [given]
         wrong = [d for d in several if not isinstance(d, Decision)] if not isinstance(several, str) else [several]
         check(not wrong, f"decision of lane {i}", given, "a Decision, such as Decision('germinate', slot, blueprint), "
               "several in a list, or None")

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from ..core import (
     ATOMS, Config, Count, LaneForm, LaneModule, PerLane, Ports, Whole, check, check_count, check_device, find_form,
@@ -83,7 +84,7 @@ class AttachedModel(Growing):
         return self.host.inside if isinstance(self.host, LaneModule) else self.host
 
     def __deepcopy__(self, memo):
-        with _without_graphs(self.host):
+        with _without_graphs(self):
             new = type(self).__new__(type(self))
             memo[id(self)] = new
             new.__setstate__(copy.deepcopy(vars(self), memo))
@@ -158,14 +159,37 @@ class _SlotHook:
     def __init__(self, slot: Slot, layout: str, loop: PerLane | None, written: bool):
         self.slot, self.layout, self.loop = slot, layout, loop
         self.written = written # the network works in place on what it gets
+        self.around: int | None = None # the id of the `DistributedDataParallel` that was seen to have the slot, too
         self.ran = _Ran()
 
     def __call__(self, module, args, output):
         self.ran.mark()
+        if module.training: self._check_shared()
         h = to_slot(output, self.layout)
+        if not self.slot.idle: self._check_same_home(h)
         out = from_slot(self.slot(h) if self.loop is None else self.slot.play_lane(h, self.loop.turn), self.layout)
         if self.written and not self.slot.idle: out = out.clone() # what the slot and its seed keep stays as it is
         return out.contiguous() if output.is_contiguous() else out # a `view` of the features works as before
+
+    def _check_shared(self):
+        "Raise a `RuntimeError` in `DistributedDataParallel` of a network without its slots: ranks would drift apart."
+        around = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) # torch has no other name
+        if around is None or id(around) == self.around: return
+        if not any(m is self.slot for m in around.module.modules()):
+            raise RuntimeError(
+                f"slot {self.slot.name}: DistributedDataParallel has the network without its slots, so the ranks would "
+                "not share the gradients of seeds: give it the model that attach_slots returned, "
+                "DistributedDataParallel(model, find_unused_parameters=True)")
+        self.around = id(around)
+
+    def _check_same_home(self, h: Tensor):
+        "Raise a `RuntimeError` where the network was converted or moved, and the slot was not."
+        w = self.slot.blend_gate.fc1.weight
+        converted = w.dtype != h.dtype and not torch.is_autocast_enabled(h.device.type)
+        if w.device != h.device or converted:
+            raise RuntimeError(
+                f"slot {self.slot.name}: its seeds are {w.dtype} on {w.device}, its features {h.dtype} on {h.device}: "
+                "convert or move the model that attach_slots returned, not the network in it alone")
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #a82559d4
 def attach_slots(
@@ -183,11 +207,14 @@ def attach_slots(
     One forward pass of the example determines the shapes. The axes of each output follow from its shape and the layer
     before it; declare them in `layouts` if these contradict each other.
 
+    Convert, move, wrap and train the model that is returned, not the network in it alone; over several ranks, that is
+    `DistributedDataParallel(model, find_unused_parameters=True)`.
+
     Raises
     ------
     ValueError
         A name is no submodule, has a slot or runs more than once, an output is no single tensor, its layout is
-        uncertain, or the network was compiled before.
+        uncertain, the network does not take the example, or it was compiled or scripted before.
 
     Examples
     --------
@@ -198,19 +225,21 @@ def attach_slots(
     >>> torch.equal(model(x), net(x))
     True
     """
-    good = not isinstance(slots, str) and 0 < len(slots) == len(set(slots))
-    check(good, "slots", slots, "a list of submodule names, each once")
-    for k in layouts: check(k in slots, "layouts", k, f"names of slots: {', '.join(slots)}")
+    names = list(slots) if isinstance(slots, Iterable) and not isinstance(slots, str) else []
+    good = len(names) > 0 and all(isinstance(k, str) for k in names) and len(names) == len(set(names))
+    check(good, "slots", slots, "a list of submodule names, each once, such as ['layer1']: named_modules() lists them")
+    for k in layouts: check(k in names, "layouts", k, f"names of slots: {', '.join(names)}")
     check(len(example) > 0, "example", example, "a batch that your network takes")
-    _check_untouched(module, slots)
-    seen = find_features(module, list(slots), example)
+    _check_untouched(module, names)
+    seen = find_features(module, names, example)
     found = {k: choose_layout(k, s.out.shape, s.layer, layouts.get(k)) for k, s in seen.items()}
     made = []
     for k, layout in found.items():
         h, family = to_slot(seen[k].out, layout), LAYOUTS[layout].family
         may_grow = slots[k] if isinstance(slots, Mapping) else blueprints
         channels = h.shape[1] if family == "cnn" else h.shape[2]
-        made.append(_of_type(Slot(k, family, channels, blueprints=may_grow, rules=rules, seed=seed), h.dtype))
+        with torch.inference_mode(False): # whatever the caller uses
+            made.append(_of_type(Slot(k, family, channels, blueprints=may_grow, rules=rules, seed=seed), seen[k].dtype))
     return AttachedModel(module, made, found, {k: s.call for k, s in seen.items()})
 
 def _of_type(slot: Slot, dtype: torch.dtype) -> Slot: # the same
@@ -223,6 +252,9 @@ def _check_untouched(module: nn.Module, slots: Iterable[str]):
     known = dict(module.named_modules())
     for k in slots:
         path = [known[p] for i in range(k.count(".") + 2) if (p := ".".join(k.split(".")[:i])) in known]
+        scripted = [type(m).__name__ for m in path if isinstance(m, torch.jit.ScriptModule)]
+        check(not scripted, "slot", k, "a part of an ordinary network, not of a {}: attach its slots before torch.jit "
+              "sees it, and give torch.jit what export_model returns", *scripted[:1])
         compiled = [type(m).__name__ for m in path
                     if vars(m).get("_compiled_call_impl") is not None or hasattr(m, "_torchdynamo_orig_callable")]
         check(not compiled, "compiled", compiled, "a network that is not compiled yet: attach its slots, then compile")
@@ -328,6 +360,10 @@ def _make(factory: Callable[..., nn.Module], kwargs: Mapping, output: str | int 
           config: ModuleHostConfig) -> nn.Module:
     module = out_of_place(factory(**kwargs))
     check(isinstance(module, nn.Module), f"what {config.factory} makes", type(module).__name__, "a module")
+    graphs = [type(m).__name__ for m in module.modules()
+              if isinstance(m, torch.jit.ScriptModule) or hasattr(m, "_torchdynamo_orig_callable")]
+    check(not graphs, f"what {config.factory} makes", graphs[:1], "a network that is neither compiled nor "
+          "scripted, and has no such part: slots cannot be put into a graph")
     if any(map(is_lazy, [*module.parameters(), *module.buffers()])): # layers that learn their widths from a first pass
         with torch.no_grad(): module.eval()(config.read())
         module.train()
@@ -358,7 +394,7 @@ class Explored(NamedTuple):
     places: dict[str, Place] # by name, in the order in which they run
     activation: int # numbers in the largest output of a layer, for one example
     calls: "dict[str, Call]" # slot -> how its submodule is called
-    types: dict[str, torch.dtype] # slot -> of its features
+    types: dict[str, torch.dtype] # slot -> of its weights
 
 def explore_host(
     config: ModuleHostConfig, # with its shape and classes
@@ -422,7 +458,7 @@ def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Ex
     hidden = [k for k in places for name in form.alone if k.startswith(f"{name}.")]
     if hidden and not form.whole:
         form = form._replace(whole=True, why=f"slot {hidden[0]} lies in a layer that runs lane by lane", alone={})
-    calls, types = {k: s.call for k, s in seen.items()}, {k: s.out.dtype for k, s in seen.items()}
+    calls, types = {k: s.call for k, s in seen.items()}, {k: s.dtype for k, s in seen.items()}
     return Explored(form, places, largest, calls, types)
 
 def _picked(config: ModuleHostConfig, y: Any, expected: tuple) -> Tensor: # y: what the network returns
@@ -433,7 +469,9 @@ def _picked(config: ModuleHostConfig, y: Any, expected: tuple) -> Tensor: # y: w
         return y
     found = dict(y) if isinstance(y, Mapping) else dict(enumerate(y)) if isinstance(y, (list, tuple)) else {}
     check(bool(found), name, type(y).__name__, "a tensor, or several in a dictionary or tuple")
-    fits = [k for k, v in found.items() if isinstance(v, Tensor) and v.shape == expected] or [*found]
+    tensors = [k for k, v in found.items() if isinstance(v, Tensor)]
+    check(bool(tensors), name, type(y).__name__, "a tensor, or some in a flat dictionary or tuple" + _OTHER_NETWORKS)
+    fits = [k for k in tensors if found[k].shape == expected] or tensors
     several = f"{type(y).__name__} of {', '.join(map(str, found))}"
     check(config.output in found, name if config.output is None else "output",
           several if config.output is None else config.output,
@@ -635,6 +673,8 @@ def choose_layout(
         good = declared in LAYOUTS and len(declared) == len(shape)
         check(good, f"layout of {name}", declared, f"{expected}, for {tuple(shape)}")
         return declared
+    check(2 <= len(shape) <= 4, f"output of {name}", tuple(shape), "(B, C, H, W), (B, L, D) or (B, D): a batch of "
+          "pictures, sequences or vectors; name a layer with such an output")
     check(usual != "", f"output of {name}", tuple(shape), f"(B, C, H, W) or (B, L, D), or {expected}")
     last = isinstance(layer, LAST_AXIS) and _width(layer) == shape[-1]
     first = isinstance(layer, FIRST_AXIS) and _width(layer) == shape[1]
@@ -662,6 +702,14 @@ class FeatureSeen(NamedTuple):
     out: Tensor
     layer: nn.Module | None # the last one with a width that ran before
     call: Call
+    dtype: torch.dtype # of weights behind it
+
+class _DropoutWatch(TorchFunctionMode):
+    "Notes a dropout in place, which writes in training alone."
+    seen = False
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen |= "dropout" in getattr(func, "__name__", "") and bool((kwargs or {}).get("inplace"))
+        return func(*args, **(kwargs or {}))
 
 def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Tensor]) -> dict[str, FeatureSeen]:
     "Return the outputs of some submodules for an example batch, in the order in which they run."
@@ -684,7 +732,8 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
             check(out.is_floating_point(), f"output of {k}", out.dtype, "features in floating point; name a layer "
                   "behind it, such as the embedding that takes such numbers")
             check(k not in seen, "slot", k, "a submodule that runs once in a forward pass")
-            seen[k] = FeatureSeen(out, ran[-1] if ran else None, Call(len(args), tuple(kwargs), out.is_contiguous()))
+            call = Call(len(args), tuple(kwargs), out.is_contiguous())
+            seen[k] = FeatureSeen(out, ran[-1] if ran else None, call, _type_behind(module, out))
             writes[k] = _writes_into(out)
         return hook
 
@@ -693,14 +742,24 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
     layers = [m for m in module.modules() if type(m).__module__.startswith("torch.nn") and _width(m) is not None]
     handles = [m.register_forward_hook(passing) for m in layers]
     handles += [module.get_submodule(k).register_forward_hook(noting(k), with_kwargs=True) for k in names]
+    dropout = _DropoutWatch()
     try:
-        with evaluating(module): module(*example)
+        with evaluating(module), dropout: module(*example)
+    except (AttributeError, LookupError, RuntimeError, TypeError) as e:
+        given = ", ".join(f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in example)
+        raise ValueError(f"example={given}, expected what {type(module).__name__} takes by position; it raised "
+                         f"{type(e).__name__}: {e}") from e
     finally:
         for h in handles: h.remove()
     for k in names: check(k in seen, "slot", k, "a submodule that the forward pass runs")
     drops = any(getattr(m, "inplace", False) and hasattr(m, "p") for m in module.modules()) # in training alone
-    written = {k: drops or _writes_into(s.out) > writes[k] for k, s in seen.items()}
+    written = {k: drops or dropout.seen or _writes_into(s.out) > writes[k] for k, s in seen.items()}
     return {k: s._replace(call=s.call._replace(written=written[k])) for k, s in seen.items()}
+
+def _type_behind(module: nn.Module, out: Tensor) -> torch.dtype:
+    "Return the type of weights that take an output: its own, but under autocast, that of the network's weights."
+    if not torch.is_autocast_enabled(out.device.type): return out.dtype
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 def _writes_into(x: Tensor) -> int: # so far; 0: nobody counts them in inference mode
     return 0 if x.is_inference() else x._version # noqa: SLF001  # torch has no other name for it

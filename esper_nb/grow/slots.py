@@ -221,7 +221,8 @@ def as_lanes(lanes: Lanes, n: int) -> list[int]:
     "Return lane numbers as a list, checked."
     found = list(range(n)) if lanes is None else [lanes] if isinstance(lanes, int) else [int(i) for i in lanes]
     good = len(found) == len(set(found)) and all(0 <= i < n for i in found)
-    check(good, "lanes", lanes, f"different lane numbers from 0 to {n - 1}, or None for all")
+    known = f"different lane numbers from 0 to {n - 1}, or None for all" if n > 1 else "0, the only lane, or None"
+    check(good, "lanes", lanes, known)
     return found
 
 # %% ../../nbs/grow/23_slots.ipynb #cda2bd23

@@ -114,6 +114,11 @@ def one_observation(
     return np.asarray(obs)[None]
 
 # %% ../../nbs/learn/62_rollouts.ipynb #d23d6cd0
+def _check_info(info: Any) -> None: # of the environments
+    "Raise a `ValueError` for infos in another form than that of Gymnasium's vector environments."
+    check(isinstance(info, Mapping), "type of the info", type(info).__name__, "a dictionary with an array for each "
+          "key, as vector environments give it; leave out DictInfoToList")
+
 def rolled_lanes(
     info: Mapping[str, Any], # of one step of n environments
     n: int,
@@ -160,7 +165,7 @@ class EnvStream:
         envs: gym.vector.VectorEnv, # n lanes
         device: str | torch.device = "cpu", # where observations and masks go
     ):
-        good = isinstance(envs, gym.vector.VectorEnv) or hasattr(envs, "num_envs")
+        good = isinstance(envs, gym.vector.VectorEnv) or hasattr(envs, "single_observation_space")
         check(good, "envs", type(envs).__name__, "a vector environment, such as "
               "gymnasium.make_vec('CartPole-v1', num_envs=8) or gymnasium.vector.SyncVectorEnv([make] * 8)")
         mode = envs.metadata.get("autoreset_mode")
@@ -180,6 +185,7 @@ class EnvStream:
     def reset(self, seed: int | None = None) -> None: # seed of the environments
         "Reset the environments: an episode begins in every lane."
         obs, info = self.envs.reset(seed=seed)
+        _check_info(info)
         vars(self.base)["streamed"] = self.number
         self.obs, self.mask = self._to(flat_observations(obs, self.space)), None
         self.start, self.valid = self._flags(True), self._flags(True)
@@ -206,6 +212,7 @@ class EnvStream:
         if self.displaced: raise RuntimeError("another stream has reset these environments, so `obs` is of an episode "
                                               "that is gone: reset() this one, and play on environments of their own")
         obs, reward, term, trunc, info = self.envs.step(to_env(action, self.actions))
+        _check_info(info)
         term, trunc, reward = np.array(term, bool), np.array(trunc, bool), np.array(reward, np.float32) # copies
         if not reward.shape == term.shape == trunc.shape == (self.n,):
             for name, found in (("rewards", reward), ("terminations", term), ("truncations", trunc)):

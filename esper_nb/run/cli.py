@@ -118,8 +118,11 @@ def _compare(args: argparse.Namespace) -> None:
           tqdm(total=args.seeds * config.ppo.num_updates * ("PPO" in rules), unit="update", disable=None) as bar):
         def say(text): bar.write(text, file=sys.stderr)
         def watch(update): bar.update()
-        result = compare_recipe(
-            config, range(first, first + args.seeds), say=say, watch=watch, jobs=args.jobs, rules=rules, store=store)
+        seeds = range(first, first + args.seeds)
+        try: result = compare_recipe(config, seeds, say=say, watch=watch, jobs=args.jobs, rules=rules, store=store)
+        except (KeyboardInterrupt, SystemExit):
+            _say(store.kept_text(args.seeds))
+            raise
         print(json.dumps(result.to_dict()) if args.json else comparison_text(result), flush=True)
         result.save(target)
         store.clear()

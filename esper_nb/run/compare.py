@@ -257,13 +257,19 @@ def compare_controllers(
     check(isinstance(controllers, Mapping) and all(map(callable, controllers.values())), "controllers",
           {k: type(v).__name__ for k, v in controllers.items()} if isinstance(controllers, Mapping) else controllers,
           "functions of a seed by name, such as {'PPO': lambda seed: PolicyPlayer(learner, seed=seed)}")
-    check(isinstance(seeds, Iterable), "seeds", seeds, "several, such as range(3)")
+    check(isinstance(seeds, Iterable) and not isinstance(seeds, str), "seeds", seeds, "several, such as range(3)")
+    seeds = list(seeds)
+    whole = all(isinstance(seed, int | np.integer) for seed in seeds)
+    check(whole and len(seeds) > 0, "seeds", seeds, "whole numbers, at least one, such as range(3)")
     if not isinstance(env, GrowVecEnv): env = GrowVecEnv(env if isinstance(env, EnvConfig) else EnvConfig(task=env))
     plays, notes, measure = [], {}, env.parts[0][1].data.measure
     for seed in seeds:
         for name, make in controllers.items():
             begun, cpu = time.perf_counter(), time.process_time()
             player = make(seed)
+            plays_lanes = all(callable(getattr(player, method, None)) for method in ("begin", "act"))
+            check(plays_lanes, f"what {name} makes", type(player).__name__, "a player with `begin` and `act`, such as "
+                  "RulePlayer(rule) or PolicyPlayer(learner)")
             if note_of := getattr(player, "note", ""): notes[name] = note_of
             practice, practice_cpu = time.perf_counter() - begun, time.process_time() - cpu
             played = play_lanes(env, player, 1_000_000 + seed, None if note is None else partial(note, name, seed))

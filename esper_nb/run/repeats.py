@@ -118,6 +118,14 @@ class RepeatStore:
         self.mine.add(path)
         write_json(path, dict(of=self.of, value=value))
 
+    def kept_text(self, seeds: int) -> str: # seeds: of the whole comparison
+        "Say what an interruption leaves."
+        done = sum(path.name.startswith("seed-") for path in self.mine)
+        if not self.mine: return "stopped before a seed was finished: nothing is kept"
+        searched = "" if done else " and the searches that all of them share"
+        what = f"{done} of {seeds} seeds{searched}"
+        return f"stopped: {what} are kept in {self.folder}; the same command goes on from there"
+
     def clear(self) -> None:
         "Delete this comparison's files, and no others."
         for path in self.mine: path.unlink(missing_ok=True)

@@ -138,7 +138,7 @@ class Dashboard:
         if self._session is None: return {"text/plain": repr(self)}
         if self.view == "widgets" or self.view == "auto" and live_front_end(): return self._show()
         text = {"text/plain": f"{self!r}\n{REOPEN_HINT}"}
-        if self.view == "text" or self.view == "auto" and self.session.steps == 0: return text
+        if self.view == "text" or self.view == "auto" and not self.session.history.losses.count: return text
         return text | {"image/png": figure_png(self.picture())}
 
     def _show(self) -> Any: # the panel, a MIME bundle; stops the run that this cell showed before

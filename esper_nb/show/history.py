@@ -309,8 +309,7 @@ class History:
         self.source = source
         self.capacity = capacity
         self.columns = tuple(columns)
-        self.steps = 0 # done
-        self.x = 0 # batches done
+        self.steps, self.x = source.begun # steps and batches done
         self.version = 0 # incremented with every change
         self.slots: tuple[str, ...] = () if source.model is None else tuple(source.model.names)
         self.layout = StateLayout(source.lanes, len(self.slots))
@@ -340,6 +339,10 @@ class History:
     def faults(self) -> deque[FaultMark]:
         "Return the newest 200 injected faults."
         return self.fault_log.marks
+
+    def begin_again(self) -> None:
+        "Begin where the source is by now, unless it has done a step here already."
+        if not self.losses.count: self.steps, self.x = self.source.begun
 
     def before_step(self) -> None:
         "Record the Governor's loss counts, to locate the reports of the next step."
@@ -382,7 +385,8 @@ class History:
                 if name not in self.metrics:
                     check(len(self.metrics) < MOST_METRICS, "name", name, f"one of at most {MOST_METRICS} metrics")
                     self.metrics[name] = DownsampledSeries(1 + len(point), self.capacity, keep_last_known)
-                check(len(point) == self.metrics[name].table.shape[1] - 1, name, value, "as many numbers as before")
+                size = self.metrics[name].table.shape[1] - 1
+                check(len(point) == size, name, value, "one number, as before" if size == 1 else f"{size}, as before")
                 self.metrics[name].add([np.append(self.x if x is None else x, point)])
                 known = point[np.isfinite(point)]
                 self.numbers[name] = float(np.median(known)) if len(known) else None

@@ -154,6 +154,7 @@ class Session:
         check(isinstance(source, (Population, Source)), "source", source,
               "a population, such as new_population('digits'), or a LoopSource around your own loop: "
               "LoopSource(loop, governor, net, optimizer); a run in a folder is shown by watch(folder)")
+        check(capacity >= 8 and capacity % 4 == 0, "capacity", capacity, "a multiple of 4, at least 8")
         self.source = PopulationSource(source) if isinstance(source, Population) else source
         self.history = History(self.source, capacity, rows, columns)
         self.name = name
@@ -214,6 +215,7 @@ class Session:
     @request
     def start(self) -> str:
         "Run to the end, from the current position."
+        self.history.begin_again()
         text = f"{'started' if self.steps == 0 else 'continued'} {self.position}"
         self._run(None)
         return text
@@ -222,6 +224,7 @@ class Session:
     def step(self, steps: int = 1) -> str:
         "Do some steps, then pause."
         unit = self.source.units if check_count("steps", steps) > 1 else self.source.unit
+        self.history.begin_again()
         text = f"step: {steps} {unit} {self.position}"
         self._run(steps)
         return text
@@ -306,8 +309,9 @@ class Session:
 
     @request
     def load(self, path: str) -> str: # of a checkpoint
-        "Load a checkpoint; the step count and the curves are not reset."
+        "Load a checkpoint; behind steps of this session, the step count and the curves are not reset."
         done = load_checkpoint(path, **self.source.parts())
+        self.history.begin_again()
         self.history.record_state()
         return f"loaded {done.path} {self.position}"
 
@@ -424,7 +428,7 @@ class Session:
         while self._queue:
             r = self._queue.popleft()
             try: ok, message = True, r.act()
-            except (ValueError, RuntimeError) as e: ok, message = False, f"{r.what} refused: {e}"
+            except (OSError, RuntimeError, ValueError) as e: ok, message = False, f"{r.what} refused: {e}"
             except Exception as e: ok, message = False, f"{r.what} refused: {e!r}"
             if message: self.history.note("control" if ok else "error", message)
             self.answered += 1

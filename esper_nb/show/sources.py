@@ -57,6 +57,7 @@ class Source:
     unit: str = "step" # name of one step
     total: int | None = None # number of steps; None: unknown
     axis: tuple[str, str] = ("batch", "batches") # unit of one loss, singular and plural
+    begun: tuple[int, int] = 0, 0 # steps, and batches or steps of the axis, that it has done by now
     governor: Governor | None = None
     model: Growing | None = None
     chance_loss: list[float] | None = None # (n,) nats
@@ -159,6 +160,11 @@ class PopulationSource(Source):
     def epoch(self) -> int:
         "Return the number of the next epoch."
         return int(self.pop.epoch.max())
+
+    @property
+    def begun(self) -> tuple[int, int]: # type: ignore[override]  # of the population, whoever trained it
+        "Return the epochs and batches that were trained so far."
+        return self.epoch, self.epoch * self.batches
 
     def step(self) -> Frame | None: # None: the last epoch is done
         "Train one epoch."
@@ -302,7 +308,7 @@ class LoopSource(Source):
         except StopIteration:
             if self.broken: raise RuntimeError(self.broken) from None
             return None
-        except Exception as e:
+        except BaseException as e: # an interrupt, too
             self.broken = (f"the loop ended with {type(e).__name__}: {e}, and a generator that has raised does not go "
                            "on: make a new LoopSource")
             raise
@@ -369,6 +375,8 @@ class EnvSource(Source):
     2
     >>> source.step().loss.shape
     (1, 2)
+    >>> source.begun
+    (1, 1)
     """
     unit = "step"
     has_faults = True
@@ -388,13 +396,23 @@ class EnvSource(Source):
         self.lanes = envs.num_envs
         self.batches = pop.data.num_train // pop.batch_size # per epoch
         self.network = f"a controller of {self.lanes} lanes on {envs.task.name}, horizon {envs.horizon}"
-        left = learner.config.num_updates - learner.update if updates is None else updates
-        self.total: int = left * learner.config.num_steps
-        self.done = 0 # steps
+        last = learner.config.num_updates if updates is None else learner.update + updates
+        self.total: int = last * learner.config.num_steps
         self.rows = EnvRows()
         self.due: list[Fault] = []
         self.previous = envs.disturb # an existing disturbance, which is still applied
         envs.disturb = self.disturb
+
+    @property
+    def done(self) -> int:
+        "Return the number of steps of the learner so far."
+        rollout = self.learner.rollout
+        return self.learner.update * self.learner.config.num_steps + (0 if rollout is None else rollout.t)
+
+    @property
+    def begun(self) -> tuple[int, int]: # type: ignore[override]  # of the learner, whoever trained it
+        "Return the steps so far, twice: they are what the axis counts, too."
+        return self.done, self.done
 
     def disturb(self, net, stepper, lanes, b, x, y): # as `run_epoch` calls it
         "Apply the injected faults to a batch."
@@ -410,7 +428,6 @@ class EnvSource(Source):
         if self.done >= self.total: return None
         keys = dict(update=self.learner.update + 1, epoch=self.done, step=(self.done + 1) * self.batches)
         update = self.learner.step()
-        self.done += 1
         self.due = []
         s = self.envs.last_result
         assert s is not None  # the learner has just stepped

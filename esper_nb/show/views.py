@@ -352,7 +352,7 @@ def notebook_html(
 ) -> str:
     "Return the HTML that a notebook stores of a session: text, picture, and a hint how to reopen the panel."
     text, picture = session_text(session), ""
-    if session.steps:
+    if session.history.losses.count:
         data = base64.b64encode(figure_png(plot_session(session, lane))).decode()
         picture = f'<img alt="{html.escape(text, quote=True)}" src="data:image/png;base64,{data}">'
     when = f"State at {time.strftime('%H:%M:%S')}. {REOPEN_HINT} After a restart begin with the first cell."
