@@ -1,5 +1,6 @@
 "Snapshots: exact, never aliased, never lost, for every kind of state and every mixture of lanes."
 import copy, random, signal, threading, time, tracemalloc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from esper_nb.core import by_lane, LaneLinear, pack_tree, unpack_tree
 from esper_nb.guard import Governor, LiveState, Snapshot, StateBanks, snapshots as page
 from esper_nb.guard.recorder import at_share
 from esper_nb.guard.replay import share_of_rate
-from esper_nb.guard.snapshots import BackgroundCopy
+from esper_nb.guard.snapshots import BackgroundCopy, forget_state
 from esper_nb.train import LaneOptimizer, LaneScaler, Stepper
 
 
@@ -854,3 +855,56 @@ def test_of_a_wrapper_without_a_state_it_is_said_what_to_hand_over():
     net = nn.Linear(2, 2)
     with pytest.raises(AttributeError) as caught: Snapshot(net, Wrapper(torch.optim.SGD(net.parameters(), .1))).take(0)
     assert "a Wrapper whose state_dict() fails" in caught.value.__notes__[0]
+
+
+# --- optimizers that begin anew
+
+@pytest.mark.parametrize("kind", [
+    "Adagrad", "Adam", "Adamax", "Adadelta", "Adafactor", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"])
+def test_an_optimizer_that_forgets_steps_as_a_new_one(kind):
+    def trained(net, opt, steps):
+        def closure():
+            opt.zero_grad()
+            loss = net(torch.ones(2, 3)).square().sum()
+            loss.backward()
+            return loss
+        for _ in range(steps): opt.step(closure)
+    torch.manual_seed(0)
+    net = nn.Linear(3, 3)
+    make = partial(getattr(torch.optim, kind), lr=.05, **(dict(momentum=.9) if kind == "SGD" else {}))
+    opt = make(net.parameters())
+    trained(net, opt, 3)
+    twin = copy.deepcopy(net)
+    for p in net.parameters(): forget_state(opt, p)
+    trained(net, opt, 2)
+    trained(twin, make(twin.parameters()), 2)
+    assert all(map(torch.equal, net.parameters(), twin.parameters()))
+
+
+class Sums(torch.optim.Optimizer):
+    "Adagrad as older versions of torch have it: the sums are made once, and missed where they are not."
+    def __init__(self, params, lr=.01):
+        super().__init__(params, dict(lr=lr))
+        for p in self.param_groups[0]["params"]: self.state[p]["sum"] = torch.zeros_like(p)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            held = self.state[p]["sum"].add_(p.grad.square())
+            p.sub_(self.param_groups[0]["lr"] * p.grad / (held.sqrt() + 1e-8))
+
+
+def test_another_optimizer_that_begins_with_sums_steps_on_behind_a_rollback():
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    opt = torch.optim.SGD(net.parameters(), .01)
+    governor = Governor(net, opt, chance_loss=None)
+    for i in range(200):
+        if i == 50: opt = Sums(net.parameters()) # as where layers are unfrozen
+        if i == 150: opt.state[net.weight]["sum"].fill_(torch.nan)
+        opt.zero_grad()
+        loss = (net(torch.randn(16, 3)) - 1).square().mean()
+        loss.backward()
+        opt.step()
+        governor.watch(loss)
+    assert governor.reports and net.weight.isfinite().all() and opt.state[net.weight]["sum"].isfinite().all()

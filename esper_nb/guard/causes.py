@@ -41,7 +41,7 @@ from .rehearsal import NEAR, DryReplay, can_fork, in_a_fork
 from .replay import LOW, Changes, LayerWatch, Replay, find_operation, share_of_rate
 from .reports import Evidence, Explanation, logger
 from .rises import blames_weights
-from .snapshots import trained_by
+from .snapshots import forget_state, trained_by
 from .writes import Distances, StateWatch, WriteCounts, Written, tensors_of_parts, untrained_in
 
 # %% ../../nbs/guard/26_causes.ipynb #bitsfound
@@ -779,7 +779,9 @@ def uses_old_gradients(replay: Replay, found: Findings) -> bool:
 # %% ../../nbs/guard/26_causes.ipynb #1c2e7e15
 def forget_moments(replay: Replay):
     "Begin with an empty optimizer state."
-    for o in replay.optimizers: o.state.clear()
+    for o in replay.optimizers:
+        for p in trained_by([o]): forget_state(o, p)
+        for k in [k for k in o.state if not isinstance(k, Tensor)]: del o.state[k] # of no parameter
 
 def moments_push(replay: Replay) -> bool:
     "Whether the first update of the good state is far larger than it is with an empty optimizer state."

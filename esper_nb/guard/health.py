@@ -30,7 +30,7 @@ from .losses import LossQueue
 from .rates import rates_of
 from .reports import NAN_AGAIN, GovernorConfig, Report, logger, ordinal
 from .responses import GuardedRun, Moment
-from .snapshots import Snapshot, owned_by, trained_by
+from .snapshots import Snapshot, forget_state, owned_by, trained_by
 from .writes import Memories, StateWatch, plain_weights
 
 # %% ../../nbs/guard/29_health.ipynb #2e874615
@@ -367,7 +367,7 @@ def forget_ruined(optimizers: Iterable[torch.optim.Optimizer]) -> bool: # whethe
     "Let optimizers begin anew where what they remember of a parameter is not finite: it would be so for good."
     ruined = [(o, p) for o in optimizers for p, kept in list(o.state.items()) if isinstance(kept, dict)
               and not all(v.isfinite().all() for v in kept.values() if isinstance(v, Tensor) and v.is_floating_point())]
-    for o, p in ruined: del o.state[p]
+    for o, p in ruined: forget_state(o, p)
     return len(ruined) > 0
 
 def _owned(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['StateKey', 'Agree', 'PINNED', 'TakeResult', 'RestoreResult', 'StateVersion', 'SavedState', 'LiveState', 'read_parts',
-           'StateBanks', 'pinned_buffers', 'Snapshot', 'trained_by', 'owned_by', 'BackgroundCopy', 'OwnSettings',
-           'own_settings_of']
+           'StateBanks', 'pinned_buffers', 'Snapshot', 'trained_by', 'owned_by', 'forget_state', 'BackgroundCopy',
+           'OwnSettings', 'own_settings_of']
 
 # %% ../../nbs/guard/12_snapshots.ipynb #1ee11488
+import inspect
 import threading
 import time
 import weakref
@@ -783,6 +784,20 @@ def owned_by(
         out += [p.detach() for p in trained_by([opt])]
         out += [v for state in opt.state.values() for v in state.values() if isinstance(v, Tensor)]
     return [t for t in out if t.numel() and not t.is_sparse and not hasattr(t, "to_local")]
+
+def forget_state(
+    optimizer: torch.optim.Optimizer,
+    p: Tensor, # one of its parameters
+):
+    "Let an optimizer begin anew with a parameter: with nothing, or with what it makes at once, as Adagrad its sums."
+    if optimizer.state.pop(p, None) is None: return
+    kind = type(optimizer)
+    takes = inspect.signature(kind).parameters
+    try:
+        like = nn.Parameter(p.detach().clone())
+        begun = kind([like], **{k: v for k, v in optimizer.defaults.items() if k in takes}).state
+    except Exception: return # a class that asks for more is taken for one that begins with nothing
+    if like in begun: optimizer.state[p] = begun[like]
 
 # %% ../../nbs/guard/12_snapshots.ipynb #c73592df
 class BackgroundCopy:
