@@ -133,8 +133,8 @@ from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as bl
 from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, TakeResult as TakeResult,
     RestoreResult as RestoreResult, StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState,
     read_parts as read_parts, StateBanks as StateBanks, pinned_buffers as pinned_buffers, Snapshot as Snapshot,
-    trained_by as trained_by, owned_by as owned_by, BackgroundCopy as BackgroundCopy, OwnSettings as OwnSettings,
-    own_settings_of as own_settings_of)
+    trained_by as trained_by, owned_by as owned_by, forget_state as forget_state, BackgroundCopy as BackgroundCopy,
+    OwnSettings as OwnSettings, own_settings_of as own_settings_of)
 from .writes import (TensorTable as TensorTable, PIECE as PIECE, PIECES as PIECES, PieceOf as PieceOf,
     tensors_of_parts as tensors_of_parts, tables_of as tables_of, is_other as is_other, untrained_in as untrained_in,
     words_of as words_of, in_turns as in_turns, Written as Written, WriteCounts as WriteCounts, Memories as Memories,
