@@ -515,7 +515,7 @@ def test_an_attached_model_is_copied_and_begins_again():
     assert torch.equal(twin(x), y)
     twin.slot("res").banks["conv_light"].body[0].weight.data.zero_()
     assert torch.equal(model(x), y) and not torch.equal(twin(x), y)
-    with pytest.raises(ValueError, match="lane numbers from 0 to 0"): model.lane(1)
+    with pytest.raises(ValueError, match="lanes=1, expected 0, the only lane"): model.lane(1)
     stream = torch.get_rng_state()
     model.reset([0], seed=3)
     first = {k: t.clone() for k, t in model.state_dict().items()}

@@ -70,6 +70,20 @@ def test_a_second_failure_goes_to_the_state_before(again, tmp_path):
     assert loop.is_at(50) # and so does the disk
 
 
+def huge(loop): loop.net[0].weight.data.fill_(3e38)
+
+def test_a_state_that_gave_no_healthy_loss_is_not_trusted():
+    "It was taken among losses that were not finite, or right before the first of them."
+    loop = Loop()
+    loop.ruins = {60: huge}
+    loop.train(130)
+    assert [r.restored_batch for r in loop.governor.reports] == [50] and loop.governor.losses.recent[-1] < 5
+    loop = Loop()
+    loop.ruins = {100: weight}
+    report, = loop.train(101)
+    assert report.restored_batch == 50 and loop.is_at(50)
+
+
 def test_a_failure_long_after_goes_to_the_newest_again():
     loop = Loop()
     loop.ruins = {139: weight, 200: weight}

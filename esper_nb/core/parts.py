@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .lanes import lane_runs
 from .layers import by_lane
@@ -41,7 +40,8 @@ class Wrapped:
 
 def inner_tensors(t: Tensor) -> dict[str, Tensor]: # by attribute; empty for one that is made of no others, or spread
     "Return the tensors that a tensor of another class is made of."
-    if not is_traceable_wrapper_subclass(t) or hasattr(t, "to_local"): return {}
+    if type(t) in (Tensor, nn.Parameter) or hasattr(t, "to_local"): return {}
+    if not (hasattr(t, "__tensor_flatten__") and hasattr(t, "__tensor_unflatten__")): return {}
     return {k: getattr(t, k) for k in t.__tensor_flatten__()[0]}
 
 _Get = Callable[[Leaf], Tensor | None] # returns the tensor of a leaf
@@ -60,7 +60,7 @@ def pack_tree(
     def inner(k, v): return pack_tree(v, out, f"{path}.{k}" if path else str(k))
     if type(tree) in _plain: return tree
     if isinstance(tree, Tensor) and (parts := inner_tensors(tree)):
-        context = tree.__tensor_flatten__()[1] # type: ignore[attr-defined]
+        context = tree.__tensor_flatten__()[1] # type: ignore[attr-defined]  # of such classes alone
         return Wrapped(type(tree), {k: inner(k, v) for k, v in parts.items()}, (context, tree.size(), tree.stride()))
     if isinstance(tree, Tensor):
         out[path] = tree.detach()
@@ -80,7 +80,7 @@ def unpack_tree(
     if isinstance(tree, Wrapped):
         parts = {k: unpack_tree(v, get) for k, v in tree.inner.items()}
         if not all(isinstance(v, Tensor) for v in parts.values()): return next(iter(parts.values())) # e.g. devices
-        return tree.kind.__tensor_unflatten__(parts, *tree.made_by) # type: ignore[attr-defined]
+        return tree.kind.__tensor_unflatten__(parts, *tree.made_by) # type: ignore[attr-defined]  # as above
     if isinstance(tree, dict): return {k: unpack_tree(v, get) for k, v in tree.items()}
     if isinstance(tree, (list, tuple)): return _like(tree, [unpack_tree(v, get) for v in tree])
     return tree if callable(tree) else copy.deepcopy(tree)

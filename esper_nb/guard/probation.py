@@ -6,6 +6,7 @@
 __all__ = ['EARLY', 'GOOD_STATE', 'SavedAt', 'Rhythm', 'Probation', 'GoodFiles', 'GoodStates']
 
 # %% ../../nbs/guard/20_probation.ipynb #d769bc32
+import math
 import shutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -274,12 +275,15 @@ class GoodStates:
 
     def publish_early(
         self,
-        anomalies: Sequence[int], # numbers of losses
+        anomalies: Sequence[tuple[int, float]], # numbers and losses
         agree: Callable[[bool], bool] = bool, # for several processes: whether it is true on any
     ):
-        "Publish the snapshot on probation before its time, unless a loss since was an anomaly."
+        "Publish the snapshot on probation before its time, if the loss of that state was healthy, and none an anomaly."
         bad, held = self.snapshot.find_late(wait=True), self.snapshot.banks.held[0]
-        doubted = held is None or held.step is None or any(k >= held.step for k in anomalies)
+        first = 0 if held is None else held.step or 0 # number of the loss that the state itself gives
+        late = [(k, x) for k, x in anomalies if k >= first] # the latest eight are known
+        speaks = len(late) > 4 or any(k == first or math.isfinite(x) for k, x in late)
+        doubted = held is None or not self.probation.since or speaks
         if agree(bool(bad) or doubted) or held is None: return
         self.early = held.number
         self.publish(None)

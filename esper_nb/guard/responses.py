@@ -416,7 +416,7 @@ class IncidentResponse:
         "Where NaN comes at once, the newest state is good; where that fails again, it was not."
         if reason == "by hand" or self.run.good.doubt_early(): return
         if reason in ("non-finite", "state"):
-            anomalies = [k for k, x in self.run.verdicts.stats.anomalies(0) if math.isfinite(x)]
+            anomalies = self.run.verdicts.stats.anomalies(0)
             self.run.good.publish_early(anomalies, lambda doubted: self.run.ranks.any([doubted])[0])
 
     def _restore(
