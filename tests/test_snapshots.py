@@ -875,7 +875,7 @@ def test_an_optimizer_that_forgets_steps_as_a_new_one(kind):
     opt = make(net.parameters())
     trained(net, opt, 3)
     twin = copy.deepcopy(net)
-    for p in net.parameters(): forget_state(opt, p)
+    forget_state(opt, net.parameters())
     trained(net, opt, 2)
     trained(twin, make(twin.parameters()), 2)
     assert all(map(torch.equal, net.parameters(), twin.parameters()))

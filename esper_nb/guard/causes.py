@@ -780,7 +780,7 @@ def uses_old_gradients(replay: Replay, found: Findings) -> bool:
 def forget_moments(replay: Replay):
     "Begin with an empty optimizer state."
     for o in replay.optimizers:
-        for p in trained_by([o]): forget_state(o, p)
+        forget_state(o, trained_by([o]))
         for k in [k for k in o.state if not isinstance(k, Tensor)]: del o.state[k] # of no parameter
 
 def moments_push(replay: Replay) -> bool:

@@ -365,10 +365,11 @@ def other_optimizers(
 
 def forget_ruined(optimizers: Iterable[torch.optim.Optimizer]) -> bool: # whether there was anything to forget
     "Let optimizers begin anew where what they remember of a parameter is not finite: it would be so for good."
-    ruined = [(o, p) for o in optimizers for p, kept in list(o.state.items()) if isinstance(kept, dict)
-              and not all(v.isfinite().all() for v in kept.values() if isinstance(v, Tensor) and v.is_floating_point())]
-    for o, p in ruined: forget_state(o, p)
-    return len(ruined) > 0
+    def is_ruined(kept): return isinstance(kept, dict) and not all(
+        v.isfinite().all() for v in kept.values() if isinstance(v, Tensor) and v.is_floating_point())
+    ruined = [(o, [p for p, kept in o.state.items() if is_ruined(kept)]) for o in optimizers]
+    for o, params in ruined: forget_state(o, params)
+    return any(params for _, params in ruined)
 
 def _owned(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {f"tensor {i}": t for i, t in enumerate(owned_by([optimizer]))}

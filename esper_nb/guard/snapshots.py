@@ -136,8 +136,7 @@ class StateBanks:
         pointers = n + 1 if n > 1 else 1
         self.front = [0] * pointers # number of the published bank
         self.published: list[StateVersion | None] = [None] * pointers
-        self.held: list[StateVersion | None] = [None] * pointers # in the other bank, until it is confirmed
-        self.older: StateVersion | None = None # of a single lane: published before, until its bank is written again
+        self.spare: list[StateVersion | None] = [None] * pointers # in the other bank: held, or published before
         self.taken = 0 # states written so far
         self.shards: dict[StateKey, Tensor] = {} # live tensors that are spread over processes
 
@@ -162,8 +161,6 @@ class StateBanks:
         copy: Callable | None = _copy_all, # of pairs of buffer and live tensor; None: all has been copied already
     ):
         "Write a state into the spare bank; from then on it is held."
-        pointers = [*(lanes if self.n > 1 else ()), *([len(self.front) - 1] if whole else ())]
-        for u in pointers: self.held[u] = None # its bank is about to be overwritten
         self.shards = live.shards
         if self.copies == 1: self.published[-1] = None # until the copy is whole
         if copy is not None: copy(self.pairs(live, lanes, whole))
@@ -171,30 +168,41 @@ class StateBanks:
             spare = self.memory[1 - self.front[0]]
             for k in spare.keys() - live.tensors.keys(): del spare[k]
         self.taken += 1
-        for u in pointers: self.held[u] = StateVersion(self.taken, _step_of(step, u, self.n), live.rest, live.sparse)
+        for u in self._written(lanes, whole):
+            self.spare[u] = StateVersion(self.taken, _step_of(step, u, self.n), live.rest, live.sparse)
+
+    @property
+    def held(self) -> list[StateVersion | None]: # by pointer
+        "Return what is newer than the published state, until it is confirmed."
+        return [s if s is not None and (p is None or s.number > p.number) else None
+                for s, p in zip(self.spare, self.published)]
 
     def confirm(
         self,
         lanes: Sequence[int] | None = None, # of these lanes; None: all, and what they share
     ) -> tuple[int, ...]: # the lanes whose held state is now the published one
         "Publish what is held."
-        moved = [u for u in self._pointers(lanes) if self.held[u] is not None]
-        if moved and self.n == 1 < self.copies: self.older = self.published[0]
-        for u in moved:
-            self.published[u], self.held[u] = self.held[u], None
-            self.front[u] = (1 - self.front[u]) % self.copies
+        held = self.held
+        moved = [u for u in self._pointers(lanes) if held[u] is not None]
+        for u in moved: self._exchange(u)
         return tuple(u for u in moved if u < self.n)
 
     def drop(self, lanes: Sequence[int] | None = None): # of these lanes; None: all
         "Forget what is held."
-        for u in self._pointers(lanes): self.held[u] = None
+        held = self.held
+        for u in self._pointers(lanes):
+            if held[u] is not None: self.spare[u] = None
 
-    def step_back(self) -> bool: # False: it is gone
-        "Publish the state again that was published before, with what is held forgotten."
-        if self.older is None: return False
-        self.published, self.held, self.older = [self.older], [None], None
-        self.front[0] = 1 - self.front[0]
+    def step_back(self) -> bool: # False: its bank has been written since
+        "Publish the state of a single lane again that was published before."
+        if self.spare[0] is None or self.held[0] is not None: return False
+        self._exchange(0)
+        self.spare[0] = None
         return True
+
+    def _exchange(self, u: int): # a pointer
+        self.published[u], self.spare[u] = self.spare[u], self.published[u] if self.n == 1 else None
+        self.front[u] = (1 - self.front[u]) % self.copies
 
     def good_state(
         self,
@@ -211,7 +219,7 @@ class StateBanks:
 
     def pairs(self, live: LiveState, lanes: Sequence[int], whole: bool) -> list[tuple[Tensor, Tensor]]:
         "Return buffer and live tensor of every copy to make: each lane's part goes to the bank it does not point to."
-        self.older = None # its bank is about to be overwritten
+        for u in self._written(lanes, whole): self.spare[u] = None # its bank is about to be overwritten
         self._pin_together(live)
         mine = [[i for i in lanes if self.front[i] != number] if live.laned else [] for number in range(2)]
         runs = [lane_runs(some) if len(some) < self.n else [] for some in mine]
@@ -232,13 +240,13 @@ class StateBanks:
 
     def write_to(self, memory: _Bank): # an empty one, or one that is no longer needed
         "Write the next state of a single lane into this memory; what lies in that bank now is left to its reader."
-        self.older = None
+        self.spare = [None]
         if self.copies == 1: self.memory = (memory, memory)
         else: self.memory = (memory, self.memory[1]) if self.front[0] == 1 else (self.memory[0], memory)
 
     def put_back(self, state: SavedState): # of `good_state`, from before `write_to`
         "With one copy of a single lane: let an earlier state be the published one again."
-        self.memory, self.published, self.older = (state.bank, state.bank), [state.version], None
+        self.memory, self.published = (state.bank, state.bank), [state.version]
 
     def versions(self) -> dict[int, StateVersion]: # by number
         "Return every version that is published or held."
@@ -275,12 +283,14 @@ class StateBanks:
         sparse = {i: _by_key(of) for i, of in state["sparse"].items()}
         def versions(saved):
             return [None if v is None else StateVersion(v[0], v[1], rest[v[0]], sparse[v[0]]) for v in saved]
-        self.published, self.held = versions(state["published"]), versions(state["held"])
-        self.front, self.older = list(state["front"]), None
-        if few: self.front, self.held = [0], [None]
+        self.published, self.spare = versions(state["published"]), versions(state["held"])
+        self.front = list(state["front"])
+        if few: self.front, self.spare = [0], [None]
         self.taken, self.shards = state["taken"], live.shards
 
     def _pointers(self, lanes): return range(len(self.front)) if lanes is None or self.n == 1 else lanes
+
+    def _written(self, lanes, whole): return [*(lanes if self.n > 1 else ()), *([len(self.front) - 1] if whole else ())]
 
     def _buffer(self, bank: _Bank, key: StateKey, t: Tensor, alone: bool = True) -> Tensor:
         "Return the host buffer for `t`, allocated on first use and when a shape changes."
@@ -787,17 +797,19 @@ def owned_by(
 
 def forget_state(
     optimizer: torch.optim.Optimizer,
-    p: Tensor, # one of its parameters
+    params: Iterable[Tensor], # of its own
 ):
-    "Let an optimizer begin anew with a parameter: with nothing, or with what it makes at once, as Adagrad its sums."
-    if optimizer.state.pop(p, None) is None: return
+    "Let an optimizer begin anew with parameters: with nothing, or with what it makes at once, as Adagrad its sums."
+    known = [p for p in params if optimizer.state.pop(p, None) is not None]
+    if not known: return
     kind = type(optimizer)
     takes = inspect.signature(kind).parameters
     try:
-        like = nn.Parameter(p.detach().clone())
-        begun = kind([like], **{k: v for k, v in optimizer.defaults.items() if k in takes}).state
+        like = [nn.Parameter(p.detach().clone()) for p in known]
+        begun = kind(like, **{k: v for k, v in optimizer.defaults.items() if k in takes}).state
     except Exception: return # a class that asks for more is taken for one that begins with nothing
-    if like in begun: optimizer.state[p] = begun[like]
+    for p, q in zip(known, like):
+        if q in begun: optimizer.state[p] = begun[q]
 
 # %% ../../nbs/guard/12_snapshots.ipynb #c73592df
 class BackgroundCopy:
