@@ -79,8 +79,8 @@ from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, 
     place_of_loop as place_of_loop)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue, Verdicts as Verdicts)
-from .observation import (BREAKS as BREAKS, FALLEN as FALLEN, EffectResult as EffectResult, APART as APART,
-    Exchange as Exchange, LiveLooks as LiveLooks, tell_of_copies as tell_of_copies,
+from .observation import (BREAKS as BREAKS, WORSE as WORSE, FALLEN as FALLEN, EffectResult as EffectResult,
+    APART as APART, Exchange as Exchange, LiveLooks as LiveLooks, tell_of_copies as tell_of_copies,
     RiseObservation as RiseObservation, Fall as Fall, RunComparison as RunComparison, RiseEffects as RiseEffects,
     RunCheckup as RunCheckup, RunJudge as RunJudge)
 from .phases import (TABLE as TABLE, Phase as Phase, PhaseMove as PhaseMove, Effect as Effect,

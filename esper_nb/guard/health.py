@@ -243,6 +243,7 @@ class Sign(NamedTuple):
     batch: int # call of `watch`
     kind: str # "written", "rate", "scaled"
     what: str # names, or numbers
+    before: tuple[float, ...] = () # the latest losses before it
 
 class Leap(NamedTuple):
     "A learning rate that has risen at once."
@@ -274,9 +275,10 @@ class Signs:
         optimizers: Sequence[torch.optim.Optimizer],
         batch: Callable[[], int], # calls of `watch` so far
         writes: Callable[[], int], # times that the Governor itself has put a state back
+        recent: Sequence[float] = (), # the latest losses, always
         aside: Callable[[], bool] = bool, # whether old weights are in place, with the Governor's own rates
     ):
-        self.batch, self.writes, self.aside = batch, writes, aside
+        self.batch, self.writes, self.recent, self.aside = batch, writes, recent, aside
         self.seen: deque[Sign] = deque(maxlen=256)
         self.watches = {id(o): StateWatch(partial(_owned, o)) for o in optimizers}
         self.memories = {id(o): Memories() for o in optimizers}
@@ -289,8 +291,8 @@ class Signs:
         self.handles = hook_steps(optimizers, self._before, self._after)
 
     def add(self, kind: str, what: str):
-        "Note a sign that somebody else has seen: an update that the gate has scaled down."
-        self.seen.append(Sign(batch=self.batch(), kind=kind, what=what))
+        "Note a sign of now; one that somebody else has seen is an update that the gate has scaled down."
+        self.seen.append(Sign(batch=self.batch(), kind=kind, what=what, before=tuple(self.recent)))
 
     def since(
         self,
@@ -299,6 +301,14 @@ class Signs:
         "Return what has happened since a good state, and is no habit of the loop."
         kinds = {s.kind for s in self.seen if s.batch < batch}
         return [s for s in self.seen if s.batch >= batch and s.kind not in kinds]
+
+    def date(
+        self,
+        batch: int, # of the good state
+    ) -> Sign | None: # None: there is none, or there are several
+        "Return what has happened once since a good state, so that losses before and after it can be told apart."
+        new = [s for s in self.since(batch) if s.kind != "scaled"] # that is an answer to the gradients
+        return new[0]._replace(batch=new[0].batch - max(self.gap - 1, 0)) if len({s.batch for s in new}) == 1 else None
 
     def noted(self) -> tuple: # for `go_on_from`
         "Return what was noted so far."
@@ -318,13 +328,13 @@ class Signs:
         self.gap, self.latest = max(self.gap, now - (self.latest or 0)), now
         if self.relieved or self.known[mine] != self.writes(): watch.renew()
         elif (found := watch.start_of_step()) is not None:
-            self.seen.append(Sign(batch=now, kind="written", what=", ".join(found.names[:3])))
+            self.add("written", ", ".join(found.names[:3]))
         elif put := self.memories[mine].exchanged():
-            self.seen.append(Sign(batch=now, kind="written", what=f"the data of {len(put)} weights"))
+            self.add("written", f"the data of {len(put)} weights")
         if self.aside(): return
         rates = rates_of(optimizer)
         course = self.courses.get(mine, RateCourse(rates, max(rates, default=0.)))
-        if raised := course.raised_to(rates): self.seen.append(Sign(batch=now, kind="rate", what=raised))
+        if raised := course.raised_to(rates): self.add("rate", raised)
         self.courses[mine] = course.followed_by(rates, now)
 
     @property
@@ -404,7 +414,8 @@ class UpdateWatch:
         self.signs: Signs | None = None
         if self.gate is not None: snapshot.add(update_gate=self.gate)
         if optimizers:
-            self.signs = Signs(optimizers, batch=lambda: losses.watched, writes=lambda: snapshot.writes, aside=aside)
+            self.signs = Signs(optimizers, batch=lambda: losses.watched, writes=lambda: snapshot.writes,
+                               recent=losses.recent, aside=aside)
         for hooked in (self.gate, self.signs): # for as long as this object lives
             if hooked is not None: weakref.finalize(self, quiet_hooks, hooked.handles)
 
@@ -468,6 +479,10 @@ class UpdateWatch:
         finally:
             if self.signs is not None and then is not None: self.signs.go_on_from(then)
         self.forget()
+
+    def date(self, good: int) -> Sign | None: # batch of the good state; None: there is none, or there are several
+        "Return what has happened once between the updates since the good state; see `Signs`."
+        return None if self.signs is None or self.unused else self.signs.date(good)
 
     def have_signs(
         self,

@@ -288,6 +288,18 @@ class GoodStates:
         self.early = held.number
         self.publish(None)
 
+    def publish_before(
+        self,
+        batch: int, # calls of `watch` before that of the damage
+        agree: Callable[[bool], bool] = bool, # for several processes: whether it is true on any
+    ):
+        "Publish the snapshot on probation, if it is older than what has damaged the run since."
+        bad, held = self.snapshot.find_late(wait=True), self.snapshot.banks.held[0]
+        newer = held is None or self.probation.saved[held.number].batch >= batch
+        if agree(bool(bad) or newer) or held is None: return
+        self.early = held.number
+        self.publish(None)
+
     def discard(self):
         "Give the snapshot on probation up, or what is left of it."
         self.snapshot.drop()

@@ -405,7 +405,8 @@ class IncidentResponse:
             run.verdicts.forget_anomalies(lanes)
             run.budget.note_skip(lanes, stats.judged)
             return response.skip(run.losses.watched - 1)
-        if action == "rollback" and response.spares_batches: self._choose_state(m.reasons[0])
+        compared = m.fields.get("old_loss") is not None # with the state that is published
+        if action == "rollback" and response.spares_batches and not compared: self._choose_state(m.reasons[0])
         if action != "lower": return self._restore(action, lanes, again, m.cuts, config)
         factor = config.lr_factor if response.scale(config.lr_factor, lanes) else None
         run.snapshot.drop(lanes)

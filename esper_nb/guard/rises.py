@@ -79,6 +79,7 @@ class RiseMonitor:
     cuts: int = 0 # of the learning rate that are due with a rollback
     doubtful: bool = False # old weights are better, but by less than the rise: only a strong proof counts
     pause: int = 0 # losses of the live weights before which nothing is compared again
+    written: bool = False # something wrote into the weights, and they do worse than untrained ones since
 
     def add(self, x: float, loss: float): # on the scale, and as it was
         "Add one more loss of the live weights."
@@ -95,11 +96,12 @@ class RiseMonitor:
         patience: int, # losses
     ) -> bool:
         "Return whether to compare: after `patience` losses, or twice as many if the loss is about to recover."
-        k = len(self.x)
-        if k < max(patience, self.pause) or k >= 2 * patience: return k >= max(2 * patience, self.pause)
+        k, first = len(self.x), min(BACK, patience) if self.written else patience
+        if k < max(first, self.pause) or k >= 2 * patience: return k >= max(2 * patience, self.pause)
         last = self.x[-patience:]
         fall, error = fall_of(last)
-        return statistics.median(last[-max(3, patience // 4):]) - (fall - error) > self.level + self.near
+        coming = patience / len(last) * (fall - error)
+        return statistics.median(last[-max(3, patience // 4):]) - coming > self.level + self.near
 
     def is_absurd(self) -> bool:
         "Whether the loss is so high that a target network may be ruined as well."
