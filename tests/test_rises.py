@@ -17,8 +17,8 @@ from torch import nn
 from esper_nb.control.rules import QUICK_RULES
 from esper_nb.grow import Decision
 from esper_nb.guard import (
-    WEAK_CAUSES, Evidence, Explanation, Governor, GovernorConfig, GuardedRun, LossStats, Moment, PhaseMove, Recovery,
-    RiseEffects, RiseMonitor, RiseObservation, RunComparison, StepRecorder, blames_weights, judge)
+    WEAK_CAUSES, Evidence, Exchange, Explanation, Governor, GovernorConfig, GuardedRun, LossStats, Moment, PhaseMove,
+    Recovery, RiseEffects, RiseMonitor, RiseObservation, RunComparison, StepRecorder, blames_weights, clocks_of, judge)
 from esper_nb.guard.rises import monitor_rise
 from esper_nb.train import Fault, FitConfig, disturb_at, fit, get_task, new_population, run_epoch
 
@@ -786,3 +786,34 @@ def test_a_comparison_ends_as_soon_as_the_old_weights_are_surely_worse(late):
         if t.answer(x, x): said = None if t.old_in_place else t.blames_weights(48)
         if said is None and len(t.turns[-1]) == 2: t.exchange()
     assert said is False and sum(map(len, t.turns[1::2])) <= 4
+
+
+SCHEDULES = {
+    "computed": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 1 / (1 + k)),
+    "multiplied": lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, .97),
+    "restarts": lambda opt: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 12),
+    "cosine": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 50),
+    "from zero": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda k: max(k - 10, 0) / 40)}
+
+@pytest.mark.parametrize("raised", [1, 300])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_live_weights_come_back_with_the_rate_of_their_schedule(kind, raised):
+    "Whether it multiplies the rate, and so that of the old weights, or computes it from the step."
+    net = nn.Linear(2, 2)
+    opt, alone = (torch.optim.SGD(net.parameters(), lr=.1) for _ in range(2))
+    clock, other = (SCHEDULES[kind](o) for o in (opt, alone))
+    run = GuardedRun.of([net, opt, clock])
+    def tick(steps):
+        for c in (clock, other):
+            for _ in range(steps): c.step()
+    opt.step(), alone.step(), tick(9)
+    run.good.take([0])
+    tick(6)
+    for o, c in ((opt, clock), (alone, other)):
+        o.param_groups[0]["lr"] *= raised
+        c.base_lrs = [raised * rate for rate in c.base_lrs]
+    exchange = Exchange(run.snapshot, run.rates, clocks_of(run.snapshot))
+    exchange.put_old(clocks_of(run.snapshot), run.good.at().lr_factor)
+    tick(2)
+    exchange.put_live()
+    assert opt.param_groups[0]["lr"] == pytest.approx(alone.param_groups[0]["lr"])

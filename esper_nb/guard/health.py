@@ -302,13 +302,14 @@ class Signs:
         kinds = {s.kind for s in self.seen if s.batch < batch}
         return [s for s in self.seen if s.batch >= batch and s.kind not in kinds]
 
-    def date(
+    def latest_between(
         self,
-        batch: int, # of the good state
-    ) -> Sign | None: # None: there is none, or there are several
-        "Return what has happened once since a good state, so that losses before and after it can be told apart."
-        new = [s for s in self.since(batch) if s.kind != "scaled"] # that is an answer to the gradients
-        return new[0]._replace(batch=new[0].batch - max(self.gap - 1, 0)) if len({s.batch for s in new}) == 1 else None
+        good: int, # batch of the good state
+        until: int, # the last batch that counts
+    ) -> Sign | None: # None: there is none
+        "Return what was done last to the run, with the first batch that may have felt it."
+        new = [s for s in self.since(good) if s.batch <= until and s.kind != "scaled"] # an answer to the gradients
+        return new[-1]._replace(batch=new[-1].batch - max(self.gap - 1, 0)) if new else None
 
     def noted(self) -> tuple: # for `go_on_from`
         "Return what was noted so far."
@@ -480,9 +481,9 @@ class UpdateWatch:
             if self.signs is not None and then is not None: self.signs.go_on_from(then)
         self.forget()
 
-    def date(self, good: int) -> Sign | None: # batch of the good state; None: there is none, or there are several
-        "Return what has happened once between the updates since the good state; see `Signs`."
-        return None if self.signs is None or self.unused else self.signs.date(good)
+    def latest_between(self, good: int, until: int) -> Sign | None: # batches; None: there is none
+        "Return what was done last to the run since the good state; see `Signs`."
+        return None if self.signs is None or self.unused else self.signs.latest_between(good, until)
 
     def have_signs(
         self,

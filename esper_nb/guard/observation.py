@@ -70,8 +70,9 @@ class Exchange:
         now = self.rates.now()
         self.snapshot.bring_back(self.live, skip=self.skip, stay=True)
         if len(now) != len(self.pairs): return
+        def is_set_anew(rate, before, capped): return abs(rate - before) <= abs(rate - capped) or capped == 0
         self.rates.put([
-            rate if before == capped else before if rate == capped else rate * before / capped
+            rate if is_set_anew(rate, before, capped) else before if rate == capped else rate * before / capped
             for rate, (before, capped) in zip(now, self.pairs)])
 
     def put_back(self, state: SavedState, rates: Sequence[float]): # that were in place before `put_live`
@@ -310,7 +311,7 @@ class Fall:
 
     def is_below_untrained(self, losses: Sequence[float]) -> bool: # in a row
         "Whether weights do clearly worse than those of a network that has not learnt: nobody means that."
-        return self.untrained is not None and len(losses) > 0 and statistics.mean(losses) > WORSE * self.untrained
+        return self.untrained is not None and len(losses) > 0 and statistics.median(losses) > WORSE * self.untrained
 
     def has_exploded(self, t: RiseMonitor) -> bool:
         "Whether a rise has had several losses that no data cause."
@@ -440,16 +441,16 @@ class RiseEffects:
         return self.run.ranks.any([mine])[0]
 
     def date(self):
-        """Look whether the rise began with something that was done to the run: a state from before that is good, and
-        after a write the loss has no reason to come back."""
+        "Look whether the rise began with something that was done to the run: a state from before that is good."
         run, t = self.run, self.rise
         if not self.comparison.loses_batches: return
-        sign = self.updates.date(run.good.at().batch)
-        at_once = sign is not None and run.losses.watched - len(t.x) - sign.batch <= 2 * BACK
+        begun = run.losses.watched - len(t.x) - 1
+        sign = self.updates.latest_between(run.good.at().batch, begun)
+        at_once = sign is not None and begun - sign.batch <= 2 * BACK
         clear = t.reason == "explosion" or sign is not None and is_clearly_above(
             t.x, on_scale(np.array(sign.before), t.linear)[:len(t.x)])
         if run.ranks.any([not (at_once and clear)])[0] or sign is None: return
-        t.written = sign.kind == "written" and self.comparison.fall.is_below_untrained(t.losses)
+        t.worthless = self.comparison.fall.is_below_untrained(t.losses)
         run.good.publish_before(sign.batch, lambda refused: run.ranks.any([refused])[0])
 
     def note(self, action: str, reason: str, loss: float, config: GovernorConfig, why: str = ""):
@@ -648,8 +649,8 @@ class RunCheckup:
         good, recent = run.good.at(), run.losses.recent
         batch, before = good.batch, good.losses
         if comparison.loses_batches:
-            sign = None if run.ranks else self.state.updates.date(good.batch)
-            if sign is None or sign.kind != "written" or run.losses.watched - sign.batch < BACK: return None
+            sign = None if run.ranks else self.state.updates.latest_between(good.batch, run.losses.watched - BACK)
+            if sign is None or sign.kind != "written": return None
             if not comparison.fall.is_below_untrained(recent): return None
             batch, before = sign.batch, sign.before
         elif not (comparison.recorded and comparison.is_yardstick(config)): return None

@@ -79,7 +79,7 @@ class RiseMonitor:
     cuts: int = 0 # of the learning rate that are due with a rollback
     doubtful: bool = False # old weights are better, but by less than the rise: only a strong proof counts
     pause: int = 0 # losses of the live weights before which nothing is compared again
-    written: bool = False # something wrote into the weights, and they do worse than untrained ones since
+    worthless: bool = False # something was done to the run, and its weights do worse than untrained ones since
 
     def add(self, x: float, loss: float): # on the scale, and as it was
         "Add one more loss of the live weights."
@@ -96,7 +96,7 @@ class RiseMonitor:
         patience: int, # losses
     ) -> bool:
         "Return whether to compare: after `patience` losses, or twice as many if the loss is about to recover."
-        k, first = len(self.x), min(BACK, patience) if self.written else patience
+        k, first = len(self.x), min(BACK, patience) if self.worthless else patience
         if k < max(first, self.pause) or k >= 2 * patience: return k >= max(2 * patience, self.pause)
         last = self.x[-patience:]
         fall, error = fall_of(last)
