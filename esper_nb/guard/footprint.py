@@ -4,18 +4,18 @@
 
 # %% auto #0
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
-           'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'DICTS', 'GIVEN', 'FULL',
+           'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'DICTS', 'GIVEN',
            'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
            'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names',
            'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of',
-           'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
-           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of', 'fields_of',
-           'Unrestorable', 'is_used_up', 'kind_of_effect', 'wrapped_by', 'place_of', 'memory_of', 'Walk',
+           'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'content_of', 'Kept', 'AnyLeaf',
+           'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of',
+           'fields_of', 'Unrestorable', 'is_used_up', 'kind_of_effect', 'wrapped_by', 'place_of', 'memory_of', 'Walk',
            'is_library_class', 'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'StepWalk', 'owned_by_parts',
            'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged',
-           'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState',
-           'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen', 'content_of',
-           'tensor_digest', 'values_inside', 'batch_digest']
+           'moved_part', 'tail_of', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint',
+           'Ruined', 'ruined_in', 'callers', 'loop_around', 'ruined_around', 'plays_around', 'NotSeen', 'tensor_digest',
+           'values_inside', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -37,6 +37,7 @@ import warnings
 import zlib
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -408,6 +409,14 @@ def bytes_of(
     whole = array if array.flags.c_contiguous or array.flags.f_contiguous else np.ascontiguousarray(array)
     return zlib.crc32(whole.ravel(order="K").view(np.uint8).data) if array.size else 0
 
+def content_of(
+    array: np.ndarray, # anything
+    whole: int = 2**20, # bytes of an array that are all looked at
+    count: int = 4096, # elements of a larger one
+) -> int:
+    "Return a checksum of an array, of some elements of a large one."
+    return bytes_of(array) if array.nbytes <= whole else zlib.crc32(sample_of(array, count))
+
 # %% ../../nbs/guard/21_footprint.ipynb #06cc1c6d
 COPIED = 2**20 # bytes of a tensor or an array that is copied with every state; a larger one once it was seen to change
 
@@ -446,12 +455,9 @@ class AnyLeaf:
         wanted = self.nbytes() <= COPIED or last is not None
         return Kept(self.obj, self.name, token, self.copy() if wanted else None)
 
-    def put(self, kept: Kept) -> bool: # whether it is as it was
-        "Give it the value that it had."
-        if self.token() == kept.token: return True
-        if kept.copy is None: return False
-        self.fill(kept.copy)
-        return True
+    def put(self, kept: Kept):
+        "Give it the value that it had, if that was copied."
+        if kept.copy is not None and self.token() != kept.token: self.fill(kept.copy)
 
 # %% ../../nbs/guard/21_footprint.ipynb #7bd23dba
 class TensorLeaf(AnyLeaf):
@@ -460,6 +466,9 @@ class TensorLeaf(AnyLeaf):
         "Return version, place and some elements."
         t = self.obj
         return version_of(t), t.data_ptr() if t.layout is torch.strided else 0, t.shape, some_of(t)
+    def sign(self): # int
+        "Return how often torch has counted a write."
+        return self.obj._version # noqa: SLF001
     def nbytes(self): # int
         "Return its size."
         return sum([t.nbytes for t in dense_parts(self.obj)])
@@ -470,11 +479,10 @@ class TensorLeaf(AnyLeaf):
         token = version_of(t), t.shape
         if last is not None and last.token == token and same_values(t, last.copy): return last
         return Kept(t, self.name, token, self.copy())
-    def put(self, kept): # bool
+    def put(self, kept):
         "Copy a small one back in any case."
-        if self.nbytes() > COPIED: return super().put(kept)
-        self.fill(kept.copy)
-        return True
+        if self.nbytes() > COPIED: super().put(kept)
+        else: self.fill(kept.copy)
     def copy(self): # Tensor
         "Return a copy."
         return self.obj.detach().clone()
@@ -489,9 +497,12 @@ class TensorLeaf(AnyLeaf):
 
 class ArrayLeaf(AnyLeaf):
     "A numpy array."
-    def token(self): # int or bytes
-        "Return a checksum of all of a small one, and some elements of a large one."
-        return bytes_of(self.obj) if self.obj.nbytes <= COPIED else sample_of(self.obj, 4096)
+    def token(self): # int
+        "Return a checksum of all of a small one, of some elements of a large one."
+        return content_of(self.obj)
+    def sign(self): # int
+        "Return a checksum of up to 4 KiB, of a few elements of a larger one."
+        return content_of(self.obj, whole=4096, count=64)
     def nbytes(self): # int
         "Return its size."
         return self.obj.nbytes
@@ -518,10 +529,9 @@ class PartLeaf(AnyLeaf):
     def keep(self, last): # Kept
         "Return its state."
         return Kept(self.obj, self.name, None, self.copy())
-    def put(self, kept): # bool
+    def put(self, kept):
         "Load its state."
         self.fill(kept.copy)
-        return True
     @torch.no_grad()
     def fill(self, copied):
         "Load a state."
@@ -1047,7 +1057,7 @@ def clone_of(
 def arrays_in(
     content: Iterable, # of a place
     label: str, # of that
-) -> Iterator[AnyLeaf]:
+) -> Iterator[TensorLeaf | ArrayLeaf]:
     "Yield the plain tensors and arrays that are held themselves, or in tuples."
     for v in flat(content):
         if type(v) is np.ndarray and v.flags.writeable and not v.dtype.hasobject: yield ArrayLeaf(v, label)
@@ -1076,8 +1086,7 @@ def moved_part(
     "Return the place of what was written."
     if isinstance(holder, Names):
         moved = [k for k, v, then in zip(holder.names, holder.read(), old) if not alike((v,), (then,))]
-        kind = FixedNames if isinstance(holder, FixedNames) else Names
-        return kind(holder.obj, holder.name, moved, holder.table)
+        return type(holder)(holder.obj, holder.name, moved, holder.table)
     if not isinstance(holder, Entries) or len(holder.obj) > SMALL or len(old) % 2: return holder
     n = len(old) // 2
     then = dict(zip(old[:n], old[n:]))
@@ -1099,19 +1108,13 @@ def tail_of(
         return tuple(items[i] for i in range(n - k + 1, n))
     return None
 
-def quick_sum(
-    array: np.ndarray, # anything
-): # equal ones: hardly changed
-    "Return a checksum of an array of up to 4 KiB, of some elements of a larger one."
-    return bytes_of(array) if array.nbytes <= 4096 else sample_of(array)
-
 # %% ../../nbs/guard/21_footprint.ipynb #2a3b54d6
 GIVEN = 2**28 # bytes of a tensor that are copied where the loop writes into it
 
 class Watched:
     "The places and objects of a walk that the loop may write into between two steps: compared at both ends."
     def __init__(self, walk: Walk):
-        self.latest: tuple[Sequence[AnyLeaf], Collection[int]] = (), () # for `follow`
+        self.latest: tuple[Sequence[TensorLeaf | ArrayLeaf], set[int]] = (), set() # for `follow`
         self.look_at(walk)
         self.begin()
 
@@ -1129,44 +1132,36 @@ class Watched:
                 found.append(FixedNames(h.obj, h.name, [k for k, v in rows if not may_move(v)], h.table))
             return [x for x in found if x.names]
         self.holders = [x for h in (*walk.holders.values(), *walk.shared.values()) for x in alive(h)]
-        leaves = [x for i, x in walk.leaves.items() if i not in walk.known and not x.name.endswith(".grad")]
-        self.tensors = [x for x in leaves if isinstance(x, TensorLeaf) and not x.obj.is_inference()]
-        self.arrays = [x for x in leaves if isinstance(x, ArrayLeaf)]
-        self.streams = [x for x in leaves if isinstance(x, StreamLeaf)]
+        found = [x for i, x in walk.leaves.items() if i not in walk.known and not x.name.endswith(".grad")]
+        self.leaves = [x for x in found if isinstance(x, ArrayLeaf)
+                       or isinstance(x, TensorLeaf) and not x.obj.is_inference()]
+        self.streams = [x for x in found if isinstance(x, StreamLeaf)]
 
     def begin(self):
         "Note how everything is, at the end of a step."
         self.signs = [h.sign() for h in self.holders]
-        self.note_arrays()
+        self.note_leaves()
 
-    def note_arrays(self):
-        "Note how tensors and arrays are."
-        self.versions = [x.obj._version for x in self.tensors] # noqa: SLF001
-        self.sums = [quick_sum(x.obj) for x in self.arrays]
+    def note_leaves(self):
+        "Note how tensors and arrays are; None in place of a sign: it was written since the step."
+        self.leaf_signs: list[int | None] = [x.sign() for x in self.leaves]
 
     def baseline(self) -> tuple: # for `resume`
-        "Return what was noted, and what was written since."
-        versions = [x.obj._version for x in self.tensors] # noqa: SLF001
-        return (self.holders, self.tensors, self.arrays, self.streams, self.signs,
-                [a - b for a, b in zip(versions, self.versions)],
-                [None if quick_sum(x.obj) == s else s for x, s in zip(self.arrays, self.sums)])
+        "Return what was noted, and which tensors and arrays were written since."
+        written = [x.sign() != then for x, then in zip(self.leaves, self.leaf_signs)]
+        return self.holders, self.leaves, self.streams, self.signs, written
 
     def resume(self, then: tuple): # of `baseline`; the values are those of then
         "Go on from there."
-        self.holders, self.tensors, self.arrays, self.streams, self.signs, since, sums = then
-        self.versions = [x.obj._version - k for x, k in zip(self.tensors, since)] # noqa: SLF001
-        self.sums = [quick_sum(x.obj) if s is None else s for x, s in zip(self.arrays, sums)]
+        self.holders, self.leaves, self.streams, self.signs, written = then
+        self.leaf_signs = [None if was else x.sign() for x, was in zip(self.leaves, written)]
 
     def changed(self) -> Given | None: # None: nothing
         "Return what is other than it was then."
-        now = [h.sign() for h in self.holders]
-        versions = [x.obj._version for x in self.tensors] # noqa: SLF001
-        sums = [quick_sum(x.obj) for x in self.arrays]
-        self.latest = (), ()
-        same = all(map(alike, now, self.signs)) and versions == self.versions and sums == self.sums
-        if same and not self.streams: return None
-        moved: list[AnyLeaf] = [x for x, a, b in zip(self.tensors, versions, self.versions) if a != b]
-        moved += [x for x, a, b in zip(self.arrays, sums, self.sums) if a != b]
+        now, leaf_signs = [h.sign() for h in self.holders], [x.sign() for x in self.leaves]
+        self.latest = (), set()
+        if all(map(alike, now, self.signs)) and leaf_signs == self.leaf_signs and not self.streams: return None
+        moved = [x for x, a, b in zip(self.leaves, leaf_signs, self.leaf_signs) if a != b]
         lost = tuple(x.name for x in moved if x.nbytes() > GIVEN)
         written = [(h, old, tail_of(h, old)) for h, a, old in zip(self.holders, now, self.signs) if not alike(a, old)]
         parts = [(moved_part(h, old), old) for h, old, tail in written if tail is None]
@@ -1184,15 +1179,13 @@ class Watched:
 
     def follow(
         self,
-        leaves: Sequence[AnyLeaf], # that the loop has put there: it may write into them
-        gone: Collection[int], # ids of what no place holds any more: its memory may be used for others
+        leaves: Sequence[TensorLeaf | ArrayLeaf], # that the loop has put there: it may write into them
+        gone: set[int], # ids of what no place holds any more: its memory may be used for others
     ):
         "Look at other tensors and arrays, until the next state."
-        fresh = {id(x.obj) for x in leaves}
-        def stay(known): return [x for x in known if id(x.obj) not in gone and id(x.obj) not in fresh]
-        self.tensors = [*stay(self.tensors), *[x for x in leaves if isinstance(x, TensorLeaf)]]
-        self.arrays = [*stay(self.arrays), *[x for x in leaves if isinstance(x, ArrayLeaf)]]
-        self.note_arrays()
+        others = gone | {id(x.obj) for x in leaves}
+        self.leaves = [*[x for x in self.leaves if id(x.obj) not in others], *leaves]
+        self.note_leaves()
 
 # %% ../../nbs/guard/21_footprint.ipynb #1f6f9672
 def names_of(
@@ -1257,7 +1250,6 @@ class Footprint:
         self.last: dict[int, Kept] = {} # by id, what was copied last
         self.by_loop: dict[str, Holder] = {} # by name, variables and containers that the loop writes into
         self.counters: set[str] = set() # names of what a replay leaves as it is, unlike the run
-        self.sampled: set[str] = set() # large arrays that change: a write into them between two steps may go unseen
         self.stand_ins: dict[int, Any] = {} # in a replay, for what the loop has let go of or written, by id of that
         self.look()
         self.watch = Watched(self.walk)
@@ -1281,11 +1273,6 @@ class Footprint:
         recorded with the state: `count`, `noise`
         """
         return cls(step, owned_by_parts(objects))
-
-    @property
-    def is_empty(self) -> bool:
-        "Whether the step refers to nothing beside its batch and the parts."
-        return not names_of(self.walk, self.watch)
 
     @property
     def unrestorable(self) -> tuple[Unrestorable, ...]:
@@ -1319,14 +1306,11 @@ class Footprint:
         "Return everything the step refers to; what was not written since the last time is not copied again."
         self.look()
         holders = [(h, h.read()) for h in (*self.walk.holders.values(), *self.walk.structure.values())]
-        kept = kept_of(self.walk, self.last)
-        large = {i: k for i, k in kept.items() if isinstance(k.obj, np.ndarray) and k.obj.nbytes > 4096}
-        self.sampled |= {k.name for i, k in large.items() if i in self.last and self.last[i].token != k.token}
-        self.last = kept
-        return dict(state=FootprintState(holders, list(kept.values()), self.watch.baseline()))
+        self.last = kept_of(self.walk, self.last)
+        return dict(state=FootprintState(holders, list(self.last.values()), self.watch.baseline()))
 
     def load_state_dict(self, state: Mapping[str, FootprintState]): # of `state_dict`
-        "Put everything back; `missing` tells before what could not be."
+        "Put everything back of which the state has a copy."
         self.stand_ins = self.replaced(state["state"])
         for holder, content in state["state"].holders: holder.write(exchanged(content, self.stand_ins))
         for kept in state["state"].kept:
@@ -1345,11 +1329,6 @@ class Footprint:
                 and type(k.obj) in (Tensor, np.ndarray) and not getattr(k.obj, "requires_grad", False)]
         return {id(k.obj): clone_of(k.copy) for k in gone
                 if mark_of(k.obj) != mark_of(k.copy)}
-
-    def missing(self, state: Mapping[str, FootprintState]) -> tuple[str, ...]: # of `state_dict`; names
-        "Return what was too large to be copied and was written since."
-        uncopied = [k for k in state["state"].kept if k.copy is None]
-        return tuple(k.name for k in uncopied if leaf_of(k.obj, k.name).token() != k.token)
 
     def ruined(self, state: Mapping[str, FootprintState]) -> tuple[str, ...]: # of `state_dict`; names
         "Return the tensors with NaN of which a state has no copy, so that it does not put them back."
@@ -1456,15 +1435,23 @@ def callers() -> list[FrameType]: # nearest first
         frame = frame.f_back
     return found
 
+@contextmanager
+def loop_around(
+    objects: Iterable, # parts of the run
+    frames: list[FrameType], # of `callers`
+) -> Iterator[tuple[Walk, LoopBody]]: # what it refers to; its frames are let go of in the end
+    "Look at the code that a call comes from as at a step."
+    body = LoopBody.around(frames)
+    try: yield StepWalk([body], owned_by_parts(objects)), body
+    finally:
+        for table in body.tables: table.frame = None
+
 def ruined_around(
     objects: Iterable = (), # parts of the run
 ) -> Ruined:
     "Return what the loop that this call comes from refers to beside the parts, with NaN in it."
     frames = callers()
-    body = LoopBody.around(frames)
-    try: found = ruined_in(StepWalk([body], owned_by_parts(objects)))
-    finally:
-        for table in body.tables: table.frame = None
+    with loop_around(objects, frames) as (walk, body): found = ruined_in(walk)
     fleeting = {k for f, (_, at) in zip(frames, body.places) if at < 0 for k in f.f_locals} # as a loss, or a batch
     return found._replace(others=tuple(k for k in found.others if k not in fleeting))
 
@@ -1472,26 +1459,15 @@ def plays_around(
     objects: Iterable = (), # parts of the run
 ) -> bool:
     "Return whether the loop that this call comes from refers to an environment."
-    body = LoopBody.around(callers())
-    try: return StepWalk([body], owned_by_parts(objects)).plays
-    finally:
-        for table in body.tables: table.frame = None
+    with loop_around(objects, callers()) as (walk, _): return walk.plays
 
 # %% ../../nbs/guard/21_footprint.ipynb #3fab283e
-FULL = 2**20 # bytes of an array of a batch that are all looked at; of a larger one 4,096 elements
-
 class NotSeen:
     "Stands for elements that were not looked at: `x.numpy()` in a step makes memory shared that was not before."
     def __eq__(self, other): return True
     def __hash__(self): return 0
 
 NOT_SEEN = NotSeen()
-
-def content_of(
-    array: np.ndarray, # anything
-):
-    "Return a checksum of an array, of some elements of a large one."
-    return bytes_of(array) if array.nbytes <= FULL else zlib.crc32(sample_of(array, 4096))
 
 def tensor_digest(
     t: Tensor, # any
