@@ -6,11 +6,11 @@
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
            'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'DICTS', 'GIVEN',
            'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
-           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Holder', 'alike', 'Variable', 'Names',
+           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Place', 'alike', 'Variable', 'Names',
            'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of',
            'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'content_of', 'Kept', 'AnyLeaf',
            'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of',
-           'fields_of', 'Unrestorable', 'is_used_up', 'kind_of_effect', 'wrapped_by', 'place_of', 'memory_of', 'Walk',
+           'fields_of', 'Unrestorable', 'is_used_up', 'kind_of_effect', 'wrapped_by', 'memory_of', 'Walk',
            'is_library_class', 'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'StepWalk', 'owned_by_parts',
            'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged',
            'moved_part', 'tail_of', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint',
@@ -162,7 +162,7 @@ class Absent:
 ABSENT = Absent()
 SMALL = 64 # entries of a container that is compared at both ends of every step
 
-class Holder:
+class Place:
     "A place that holds values: a variable of a closure, the attributes of an object, a list, a dict."
     def __init__(self, obj, name: str): # what holds them; as the user would write it
         self.obj, self.name = obj, name
@@ -207,7 +207,7 @@ def alike(
     return all([x is y or (type(x) is type(y) in PLAIN and x == y) for x, y in zip(a, b)])
 
 # %% ../../nbs/guard/21_footprint.ipynb #9567fe06
-class Variable(Holder):
+class Variable(Place):
     "A variable of a closure."
     def read(self): # a tuple of one
         "Return its value."
@@ -229,7 +229,7 @@ class Variable(Holder):
         return self.labels(), content
 
 # %% ../../nbs/guard/21_footprint.ipynb #24790aea
-class Names(Holder):
+class Names(Place):
     "Attributes of an object or a class, or variables of a module: those that the step's code names."
     def __init__(self, obj, name: str, names: Iterable[str], table: dict | None = None): # None: by setattr
         super().__init__(obj, name)
@@ -284,7 +284,7 @@ class Keys(Names):
         return [f"{self.name}[{k!r}]" for k in self.names]
 
 # %% ../../nbs/guard/21_footprint.ipynb #be15babf
-class Entries(Holder):
+class Entries(Place):
     "A dict."
     def read(self): # tuple
         "Return all keys, then all values."
@@ -311,7 +311,7 @@ class Entries(Holder):
         n = len(content) // 2
         return ([f"{self.name}[{k!r}]" for k in content[:n]], content[n:]) if n <= SMALL else ([], ())
 
-class Members(Holder):
+class Members(Place):
     "A set."
     def write(self, content):
         "Refill it."
@@ -323,19 +323,19 @@ class Members(Holder):
 
 # %% ../../nbs/guard/21_footprint.ipynb #c0un7d02
 def whole_numbers_in(
-    holder: Holder,
+    place: Place,
     content: tuple, # of its `read`
 ) -> dict[str, int]: # by name
     "Return the whole numbers that a place holds under names of their own: one may count the calls of a step."
-    return {label: v for label, v in zip(*holder.named(content)) if type(v) is int}
+    return {label: v for label, v in zip(*place.named(content)) if type(v) is int}
 
 def moved_in(
-    holder: Holder,
+    place: Place,
     content: tuple, # of its `read`
     by: Mapping[str, int], # by name
 ) -> tuple: # to write
     "Return the same with something added to whole numbers."
-    labels, values = holder.named(content)
+    labels, values = place.named(content)
     moved = tuple([v + by.get(k, 0) if type(v) is int else v for k, v in zip(labels, values)])
     return content[:len(content) - len(moved)] + moved
 
@@ -651,32 +651,25 @@ MOST_OBJECTS = 20_000 # objects that are looked at
 FIRST = ("__init__", "__new__", "__post_init__", "__del__", "__repr__") # of an object that is there already
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
 
-def place_of(
-    t: Tensor, # any
-) -> tuple | None: # equal ones: the same memory; None: it is not known
-    "Return where the values of a tensor lie, and in what order."
-    plain = type(t) in (Tensor, nn.Parameter, nn.Buffer) and t.layout is torch.strided and t.numel() > 0
-    return (t.data_ptr(), t.shape, t.stride()) if plain else None
-
 def memory_of(
     t: Tensor, # any
 ) -> tuple | int: # equal ones: the same memory
-    "Return where the values of a tensor lie, or, where that is not known, which tensor it is."
-    return place_of(t) or id(t)
+    "Return where the values of a tensor lie and in what order, or, where that is not known, which tensor it is."
+    plain = type(t) in (Tensor, nn.Parameter, nn.Buffer) and t.layout is torch.strided and t.numel() > 0
+    return (t.data_ptr(), t.shape, t.stride()) if plain else id(t)
 
 class Walk:
     "What a step refers to, from its closure, its object and the globals it names, on through the user's own code."
     def __init__(self, steps: Sequence[Callable], known: Mapping[int, Any]): # by id, what is recorded without it
         self.home, self.known = package_of(steps[0]), known
-        self.places = {place_of(t) for t in known.values() if isinstance(t, Tensor)} - {None}
-        self.holders: dict[Any, Holder] = {} # by what they hold
-        self.named: dict[int, Names] = {} # those of attributes, by object
-        self.shared: dict[int, Holder] = {} # dicts and lists that are parts of the run
-        self.structure: dict[Any, Holder] = {} # tables and modes of modules, gradients
+        self.memory = {memory_of(t) for t in known.values() if isinstance(t, Tensor)} # of what is recorded without it
+        self.places: dict[Any, Place] = {} # by what they hold
+        self.shared: dict[int, Place] = {} # dicts and lists that are parts of the run
+        self.structure: dict[Any, Place] = {} # tables and modes of modules, gradients
         self.leaves: dict[int, AnyLeaf] = {} # by id
         self.unrestorable: dict[int, Unrestorable] = {}
         self.unseen: dict[int, Unrestorable] = {} # what has no attributes that are seen
-        self.told: set[str] = set() # kinds of effects that the user's code leaves out of a replay by itself
+        self.spared: set[str] = set() # kinds of effects that the user's code leaves out of a replay by itself
         self.names: set[str] = set() # of attributes that the code refers to
         self.seen: dict[int, Any] = {} # also keeps them alive
         self.open: list[tuple[Any, str, dict | None]] = [] # object, its name, its attributes: which of them are named?
@@ -723,9 +716,9 @@ class Walk:
         "Note something that is written down as a whole."
         self.leaves[id(obj)] = leaf
 
-    def note_place(self, key, place: Holder):
+    def note_place(self, key, place: Place):
         "Note a place that holds something: a variable, a container, attributes."
-        self.holders[key] = place
+        self.places[key] = place
 
     def leave_open(self, obj, name: str, table: dict | None): # its attributes; None: it has slots
         "Look at those of its attributes that the code names, once all code is known."
@@ -733,17 +726,16 @@ class Walk:
 
     def hold(self, obj, name: str, names: list[str], table: dict | None):
         "Note named places, and look at what they hold."
-        old = self.named.get(id(obj))
+        old = self.places.get(("names", id(obj)))
         local = isinstance(table, FrameVariables) # even a function may be another one when the loop is called again
         def kept(v): return v is not ABSENT and (local or not isinstance(v, CODE))
-        fresh = [k for k in names if (old is None or k not in old.names) and kept(self.value(obj, k, table))]
+        seen = old.names if isinstance(old, Names) else ()
+        fresh = [k for k in names if k not in seen and kept(self.value(obj, k, table))]
         code = [v for k in names if isinstance(v := self.value(obj, k, table), CODE) and id(v) not in self.seen]
         self.add(*[(v, name) for v in code])
         if not fresh: return
-        if old is not None: old.names += fresh
-        else:
-            self.named[id(obj)] = Names(obj, name, fresh, table)
-            self.note_place(("names", id(obj)), self.named[id(obj)])
+        if isinstance(old, Names): old.names += fresh
+        else: self.note_place(("names", id(obj)), Names(obj, name, fresh, table))
         found = [(self.value(obj, k, table), f"{name}.{k}" if name else k) for k in fresh]
         self.add(*[(v, label) for v, label in found if not isinstance(v, CODE)])
 
@@ -751,13 +743,13 @@ class Walk:
         "Look at one object; what fails at it must not end a training run."
         try: self.look(obj, name)
         except Exception as e:
-            self.holders.pop(id(obj), None)
+            self.places.pop(id(obj), None)
             kind = f"a {type(obj).__name__}, {type(e).__name__} when it is looked at"
             self.unseen[id(obj)] = Unrestorable(name, kind)
 
     def refuse(self, obj, name: str, why: str): # what it is called, what it is
         "Note that something cannot be put back."
-        if why in self.told: return
+        if why in self.spared: return
         self.unrestorable[id(obj)] = Unrestorable(name, why)
 
     @property
@@ -853,7 +845,7 @@ class StepWalk(Walk):
         own = is_users(f, self.home)
         for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or ()):
             place = Variable(cell, variable)
-            if own and variable != "__class__" and id(cell) not in self.holders: self.note_place(id(cell), place)
+            if own and variable != "__class__" and id(cell) not in self.places: self.note_place(id(cell), place)
             for v in place.values():
                 if own or callable(v): self.add((v, variable))
         self.add(*[(f.__wrapped__, name)] if hasattr(f, "__wrapped__") else ())
@@ -879,7 +871,7 @@ class StepWalk(Walk):
             for m in obj.modules(): self.look_inside_module(m, name)
         elif isinstance(obj, torch.optim.Optimizer): self.look_inside_optimizer(obj, name)
         elif isinstance(obj, dict): self.shared[id(obj)] = Entries(obj, name)
-        elif isinstance(obj, list): self.shared[id(obj)] = Holder(obj, name)
+        elif isinstance(obj, list): self.shared[id(obj)] = Place(obj, name)
 
     def look_inside_module(self, m: nn.Module, name: str):
         "Look at the attributes that a module has beside parameters and buffers, such as the counts of a metric."
@@ -903,7 +895,7 @@ class StepWalk(Walk):
         kept = {k: v for k, v in table.items() if type(v) in PLAIN or isinstance(v, (Tensor, list, deque))}
         if kept: self.structure["inside", id(m)] = Names(m, name, kept, vars(m))
         for k, v in kept.items():
-            if isinstance(v, (list, deque)): self.structure[id(v)] = Holder(v, f"{name}.{k}")
+            if isinstance(v, (list, deque)): self.structure[id(v)] = Place(v, f"{name}.{k}")
         inside = (*RANDOM, Tensor, np.ndarray)
         self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, inside)])
 
@@ -918,16 +910,16 @@ class StepWalk(Walk):
     def look_at_tensor(self, t: Tensor, name: str):
         "Note a tensor with its gradient, unless it has no values (meta), or those of a part."
         if t.is_meta: return
-        if place_of(t) not in self.places: self.note_leaf(t, TensorLeaf(t, name))
+        if memory_of(t) not in self.memory: self.note_leaf(t, TensorLeaf(t, name))
         if t.requires_grad and t.is_leaf:
             self.structure["grad", id(t)] = Names(t, name, ["grad"])
             self.add((t.grad, f"{name}.grad"))
 
     def look_at_container(self, obj, name: str):
         "Follow what is in a list, a dict, a set; of a long one the first and the last."
-        if isinstance(obj, dict): place: Holder = Entries(obj, name)
+        if isinstance(obj, dict): place: Place = Entries(obj, name)
         elif isinstance(obj, set): place = Members(obj, name)
-        else: place = Holder(obj, name)
+        else: place = Place(obj, name)
         if not isinstance(obj, tuple): self.note_place(id(obj), place)
         first = next(iter(place.values()[:1]), None)
         if len(obj) > 4 * SMALL and (is_plain(first) or isinstance(first, (tuple, Tensor))): return # by reference
@@ -1024,8 +1016,8 @@ def top_name(
 @dataclass(frozen=True)
 class Given:
     "What the loop has written since the step before: inputs of a step beside its batch."
-    holders: tuple[tuple[Holder, Any], ...] = () # place, what it holds
-    tails: tuple[tuple[Holder, tuple], ...] = () # long list, what was appended
+    places: tuple[tuple[Place, Any], ...] = () # place, what it holds
+    tails: tuple[tuple[Place, tuple], ...] = () # long list, what was appended
     copies: tuple[tuple[AnyLeaf, Any], ...] = () # tensor or array in one of these, its values; it may be written later
     large: tuple[tuple[AnyLeaf, Any], ...] = () # one that is too large to be copied, its token
     kept: tuple[tuple[AnyLeaf, Any], ...] = () # tensor or array, its values; a generator, its state
@@ -1034,15 +1026,15 @@ class Given:
     @property
     def names(self) -> set[str]:
         "Return the variables, entries and attributes that were written; not the content of lists and tensors."
-        return {k for h, _ in self.holders for k in h.told()}
+        return {k for place, _ in self.places for k in place.told()}
 
     def without(self, names: Collection[str]) -> "Given":
         "Return the same without what was written to some names."
-        return replace(self, holders=tuple((h, x) for h, x in self.holders if not set(h.told()) & set(names)))
+        return replace(self, places=tuple((place, x) for place, x in self.places if not set(place.told()) & set(names)))
 
     def moved(self, by: Mapping[str, int]) -> "Given": # by name
         "Return the same with other whole numbers in some places."
-        return replace(self, holders=tuple((h, moved_in(h, x, by)) for h, x in self.holders))
+        return replace(self, places=tuple((place, moved_in(place, x, by)) for place, x in self.places))
 
     def overwritten(self) -> str: # empty: nothing is
         "Return the name of a tensor or an array without a copy that the loop has changed in place since."
@@ -1080,26 +1072,26 @@ def exchanged(
 
 # %% ../../nbs/guard/21_footprint.ipynb #f7670f7e
 def moved_part(
-    holder: Holder, # now
+    place: Place, # now
     old: tuple, # its sign before
-) -> Holder: # for the entries that are others now, where that can be said
+) -> Place: # for the entries that are others now, where that can be said
     "Return the place of what was written."
-    if isinstance(holder, Names):
-        moved = [k for k, v, then in zip(holder.names, holder.read(), old) if not alike((v,), (then,))]
-        return type(holder)(holder.obj, holder.name, moved, holder.table)
-    if not isinstance(holder, Entries) or len(holder.obj) > SMALL or len(old) % 2: return holder
+    if isinstance(place, Names):
+        moved = [k for k, v, then in zip(place.names, place.read(), old) if not alike((v,), (then,))]
+        return type(place)(place.obj, place.name, moved, place.table)
+    if not isinstance(place, Entries) or len(place.obj) > SMALL or len(old) % 2: return place
     n = len(old) // 2
     then = dict(zip(old[:n], old[n:]))
-    return Keys(holder.obj, holder.name, [k for k in {**then, **holder.obj} if not alike(
-        (holder.obj.get(k, ABSENT),), (then.get(k, ABSENT),))])
+    return Keys(place.obj, place.name, [k for k in {**then, **place.obj} if not alike(
+        (place.obj.get(k, ABSENT),), (then.get(k, ABSENT),))])
 
 def tail_of(
-    holder: Holder, # now
+    place: Place, # now
     old: tuple, # its sign before: length, first and last item
 ) -> tuple | None: # None: it was not only appended to
     "Return what was appended to a long list or deque."
-    if type(holder) is not Holder or len(old) != 3 or type(old[0]) is not int or old[0] <= SMALL: return None
-    items, n = holder.obj, len(holder.obj)
+    if type(place) is not Place or len(old) != 3 or type(old[0]) is not int or old[0] <= SMALL: return None
+    items, n = place.obj, len(place.obj)
     for k in range(1, min(n, SMALL) + 1):
         if items[-k] is not old[2]: continue
         most = getattr(items, "maxlen", None)
@@ -1124,14 +1116,16 @@ class Watched:
         def may_move(v):
             if isinstance(v, (*CODE, nn.Module, torch.optim.Optimizer)) or id(v) in walk.known: return False
             return not type(v).__module__.startswith("esper_nb.guard.")
-        def alive(h):
-            if not isinstance(h, Names): return [h] if any(map(may_move, h.values())) or not h.values() else []
-            rows = list(zip(h.names, h.read()))
-            found = [Names(h.obj, h.name, [k for k, v in rows if may_move(v)], h.table)]
-            if type(h) is Names and h.table is not None: # variables
-                found.append(FixedNames(h.obj, h.name, [k for k, v in rows if not may_move(v)], h.table))
+        def alive(place):
+            if not isinstance(place, Names):
+                inside = place.values()
+                return [place] if any(map(may_move, inside)) or not inside else []
+            rows = list(zip(place.names, place.read()))
+            found = [Names(place.obj, place.name, [k for k, v in rows if may_move(v)], place.table)]
+            if type(place) is Names and place.table is not None: # variables
+                found.append(FixedNames(place.obj, place.name, [k for k, v in rows if not may_move(v)], place.table))
             return [x for x in found if x.names]
-        self.holders = [x for h in (*walk.holders.values(), *walk.shared.values()) for x in alive(h)]
+        self.places = [x for place in (*walk.places.values(), *walk.shared.values()) for x in alive(place)]
         found = [x for i, x in walk.leaves.items() if i not in walk.known and not x.name.endswith(".grad")]
         self.leaves = [x for x in found if isinstance(x, ArrayLeaf)
                        or isinstance(x, TensorLeaf) and not x.obj.is_inference()]
@@ -1139,7 +1133,7 @@ class Watched:
 
     def begin(self):
         "Note how everything is, at the end of a step."
-        self.signs = [h.sign() for h in self.holders]
+        self.signs = [place.sign() for place in self.places]
         self.note_leaves()
 
     def note_leaves(self):
@@ -1149,31 +1143,32 @@ class Watched:
     def baseline(self) -> tuple: # for `resume`
         "Return what was noted, and which tensors and arrays were written since."
         written = [x.sign() != then for x, then in zip(self.leaves, self.leaf_signs)]
-        return self.holders, self.leaves, self.streams, self.signs, written
+        return self.places, self.leaves, self.streams, self.signs, written
 
     def resume(self, then: tuple): # of `baseline`; the values are those of then
         "Go on from there."
-        self.holders, self.leaves, self.streams, self.signs, written = then
+        self.places, self.leaves, self.streams, self.signs, written = then
         self.leaf_signs = [None if was else x.sign() for x, was in zip(self.leaves, written)]
 
     def changed(self) -> Given | None: # None: nothing
         "Return what is other than it was then."
-        now, leaf_signs = [h.sign() for h in self.holders], [x.sign() for x in self.leaves]
+        now, leaf_signs = [place.sign() for place in self.places], [x.sign() for x in self.leaves]
         self.latest = (), set()
         if all(map(alike, now, self.signs)) and leaf_signs == self.leaf_signs and not self.streams: return None
         moved = [x for x, a, b in zip(self.leaves, leaf_signs, self.leaf_signs) if a != b]
         lost = tuple(x.name for x in moved if x.nbytes() > GIVEN)
-        written = [(h, old, tail_of(h, old)) for h, a, old in zip(self.holders, now, self.signs) if not alike(a, old)]
-        parts = [(moved_part(h, old), old) for h, old, tail in written if tail is None]
-        held = {id(x.obj): x for h, old in parts for x in arrays_in(h.read(), h.labels()[0] if h.labels() else h.name)
+        written = [(place, old, tail_of(place, old)) for place, a, old in zip(self.places, now, self.signs)
+                   if not alike(a, old)]
+        parts = [(moved_part(place, old), old) for place, old, tail in written if tail is None]
+        held = {id(x.obj): x for place, old in parts for x in arrays_in(place.read(), (*place.labels(), place.name)[0])
                 if all(x.obj is not v for v in old) and id(x.obj) not in self.walk.known}
         gone = {id(v) for _, old in parts for v in flat(old)} - {id(v) for s in now for v in flat(s)}
         kept = tuple((x, x.copy()) for x in (*moved, *self.streams) if x.name not in lost and id(x.obj) not in gone)
         copied = [x for x in held.values() if x.nbytes() <= COPIED]
         self.latest = copied, gone
         self.follow(*self.latest)
-        return Given(holders=tuple((h, h.read()) for h, _ in parts), kept=kept, lost=lost,
-                     tails=tuple((h, tail) for h, _, tail in written if tail is not None),
+        return Given(places=tuple((place, place.read()) for place, _ in parts), kept=kept, lost=lost,
+                     tails=tuple((place, tail) for place, _, tail in written if tail is not None),
                      copies=tuple((x, x.copy()) for x in copied),
                      large=tuple((x, x.token()) for x in held.values() if x.nbytes() > COPIED))
 
@@ -1194,7 +1189,7 @@ def names_of(
 ) -> list[str]:
     "Return the variables and attributes that hold state."
     names = [leaf.name for i, leaf in walk.leaves.items() if i not in walk.known]
-    for h in watch.holders: names += h.told()
+    for place in watch.places: names += place.told()
     return sorted({top_name(k) for k in names})
 
 def kept_of(
@@ -1215,9 +1210,9 @@ def marks_of(
     "Return a fingerprint of everything that was found."
     out: dict[str, Any] = {}
     pairs = [(kept.name, mark_of(kept.copy, 4)) for kept in kept_of(walk, {}).values()]
-    for h in walk.holders.values():
-        pairs += [(label, mark_of(v)) for label, v in zip(h.labels()[-SMALL:], h.values()[-SMALL:])]
-        if not isinstance(h, (Variable, Names)): pairs.append((f"len({h.name})", len(h.obj)))
+    for place in walk.places.values():
+        pairs += [(label, mark_of(v)) for label, v in zip(place.labels()[-SMALL:], place.values()[-SMALL:])]
+        if not isinstance(place, (Variable, Names)): pairs.append((f"len({place.name})", len(place.obj)))
     for name, mark in pairs:
         while name in out: name += "'"
         out[name] = mark
@@ -1226,12 +1221,12 @@ def marks_of(
 # %% ../../nbs/guard/21_footprint.ipynb #b34ca6de
 class FootprintState:
     "Everything that a step was found to refer to, as it was at one moment; it does not change any more."
-    def __init__(self, holders: list[tuple[Holder, tuple]], kept: list[Kept], baseline: tuple):
-        self.holders, self.kept, self.baseline = holders, kept, baseline
+    def __init__(self, places: list[tuple[Place, tuple]], kept: list[Kept], baseline: tuple):
+        self.places, self.kept, self.baseline = places, kept, baseline
     def __deepcopy__(self, memo): return self
     def __eq__(self, other):
-        if not isinstance(other, FootprintState) or len(self.holders) != len(other.holders): return False
-        held = all(alike(a, b) for (_, a), (_, b) in zip(self.holders, other.holders))
+        if not isinstance(other, FootprintState) or len(self.places) != len(other.places): return False
+        held = all(alike(a, b) for (_, a), (_, b) in zip(self.places, other.places))
         return held and [mark_of(k.copy, 4) for k in self.kept] == [mark_of(k.copy, 4) for k in other.kept]
     __hash__ = None # type: ignore[assignment]  # equal ones may be two objects
 
@@ -1248,7 +1243,7 @@ class Footprint:
         self.step, self.known = step, known
         self.steps = {code_of(step): step} # the latest of each kind: a lambda is another one for every batch
         self.last: dict[int, Kept] = {} # by id, what was copied last
-        self.by_loop: dict[str, Holder] = {} # by name, variables and containers that the loop writes into
+        self.by_loop: dict[str, Place] = {} # by name, variables and containers that the loop writes into
         self.counters: set[str] = set() # names of what a replay leaves as it is, unlike the run
         self.stand_ins: dict[int, Any] = {} # in a replay, for what the loop has let go of or written, by id of that
         self.look()
@@ -1305,14 +1300,14 @@ class Footprint:
     def state_dict(self) -> dict[str, FootprintState]:
         "Return everything the step refers to; what was not written since the last time is not copied again."
         self.look()
-        holders = [(h, h.read()) for h in (*self.walk.holders.values(), *self.walk.structure.values())]
+        places = [(place, place.read()) for place in (*self.walk.places.values(), *self.walk.structure.values())]
         self.last = kept_of(self.walk, self.last)
-        return dict(state=FootprintState(holders, list(self.last.values()), self.watch.baseline()))
+        return dict(state=FootprintState(places, list(self.last.values()), self.watch.baseline()))
 
     def load_state_dict(self, state: Mapping[str, FootprintState]): # of `state_dict`
         "Put everything back of which the state has a copy."
         self.stand_ins = self.replaced(state["state"])
-        for holder, content in state["state"].holders: holder.write(exchanged(content, self.stand_ins))
+        for place, content in state["state"].places: place.write(exchanged(content, self.stand_ins))
         for kept in state["state"].kept:
             if id(kept.obj) not in self.stand_ins: leaf_of(kept.obj, kept.name).put(kept)
         self.watch.resume(state["state"].baseline)
@@ -1323,8 +1318,8 @@ class Footprint:
         A slice of a buffer that is filled again and again, for example: old values written into it would be read
         from the buffer as new ones.
         """
-        now = {id(v) for h, _ in state.holders for v in flat(h.read())}
-        then = {id(v) for _, content in state.holders for v in flat(content)}
+        now = {id(v) for place, _ in state.places for v in flat(place.read())}
+        then = {id(v) for _, content in state.places for v in flat(content)}
         gone = [k for k in state.kept if k.copy is not None and id(k.obj) in then - now
                 and type(k.obj) in (Tensor, np.ndarray) and not getattr(k.obj, "requires_grad", False)]
         return {id(k.obj): clone_of(k.copy) for k in gone
@@ -1348,8 +1343,8 @@ class Footprint:
         if step is not None and step != self.step: self.follow(step)
         given = self.watch.changed()
         if given is not None:
-            for h, _ in (*given.holders, *given.tails):
-                self.by_loop.update({k: h for k in (h.labels() if isinstance(h, Names) else [h.name])})
+            for place, _ in (*given.places, *given.tails):
+                self.by_loop.update({k: place for k in (place.labels() if isinstance(place, Names) else [place.name])})
         return given
 
     def follow(self, step: Callable): # of the loop
@@ -1373,8 +1368,8 @@ class Footprint:
         if given is None: return
         for leaf, value in given.copies:
             self.stand_ins[id(leaf.obj)] = clone_of(value)
-        for holder, content in given.holders: holder.write(exchanged(content, self.stand_ins))
-        for holder, tail in given.tails: holder.obj.extend(tail)
+        for place, content in given.places: place.write(exchanged(content, self.stand_ins))
+        for place, tail in given.tails: place.obj.extend(tail)
         for leaf, value in given.kept: leaf_of(self.stand_ins.get(id(leaf.obj), leaf.obj), leaf.name).fill(value)
 
     def inputs(self) -> Given: # for `give`
@@ -1382,23 +1377,24 @@ class Footprint:
 
         Whole numbers that only a replay leaves alone belong to them: they count what the run has done, but not again.
         """
-        found = {id(h): h for h in self.by_loop.values()}
-        for h in self.walk.holders.values():
-            if not isinstance(h, Names) or not self.counters.intersection(h.labels()): continue
-            rows = zip(h.names, h.labels(), h.read())
+        found = {id(place): place for place in self.by_loop.values()}
+        for place in self.walk.places.values():
+            if not isinstance(place, Names) or not self.counters.intersection(place.labels()): continue
+            rows = zip(place.names, place.labels(), place.read())
             names = [k for k, label, value in rows if label in self.counters and type(value) is int]
-            if names: found[id(h)] = Names(h.obj, h.name, names, h.table)
-        return Given(holders=tuple((h, h.read()) for h in found.values()))
+            if names: found[id(place)] = Names(place.obj, place.name, names, place.table)
+        return Given(places=tuple((place, place.read()) for place in found.values()))
 
     def whole_numbers(self) -> dict[str, int]: # by name
         "Return the whole numbers among all that the step refers to: one of them may count its calls."
-        return {label: v for h in self.walk.holders.values() for label, v in whole_numbers_in(h, h.read()).items()}
+        places = self.walk.places.values()
+        return {label: v for place in places for label, v in whole_numbers_in(place, place.read()).items()}
 
     def move(self, by: Mapping[str, int]): # by name
         "Add to some of these."
-        for h in self.walk.holders.values():
-            content = h.read()
-            if not by.keys().isdisjoint(whole_numbers_in(h, content)): h.write(moved_in(h, content, by))
+        for place in self.walk.places.values():
+            content = place.read()
+            if not by.keys().isdisjoint(whole_numbers_in(place, content)): place.write(moved_in(place, content, by))
 
     def marks(self) -> dict[str, Any]: # by name
         "Return a fingerprint of everything that the step refers to now, to compare a replay with the run."
