@@ -6,16 +6,16 @@
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'STREAMS', 'CSV', 'LOCKS',
            'ENVIRONMENT', 'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'DICTS', 'GIVEN',
            'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
-           'package_of', 'code_of', 'module_of', 'is_plain', 'Absent', 'Place', 'alike', 'Variable', 'Names',
-           'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of',
-           'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'content_of', 'Kept', 'AnyLeaf',
-           'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'has_state', 'attributes_of', 'slots_of',
-           'fields_of', 'Unrestorable', 'is_used_up', 'kind_of_effect', 'wrapped_by', 'memory_of', 'Walk',
-           'is_library_class', 'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'StepWalk', 'owned_by_parts',
-           'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged',
-           'moved_part', 'tail_of', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint',
-           'Ruined', 'ruined_in', 'callers', 'loop_around', 'ruined_around', 'plays_around', 'NotSeen', 'tensor_digest',
-           'values_inside', 'batch_digest']
+           'package_of', 'code_of', 'is_plain', 'alike', 'Absent', 'Place', 'Variable', 'Names', 'FixedNames', 'Inside',
+           'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of', 'dense_parts', 'same_values',
+           'some_of', 'bits_of', 'sample_of', 'bytes_of', 'content_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf',
+           'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'is_used_up', 'kind_of_effect', 'owned_by_parts',
+           'memory_of', 'module_of', 'has_state', 'attributes_of', 'slots_of', 'fields_of', 'Walk', 'is_library_class',
+           'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'wrapped_by', 'StepWalk', 'mark_of', 'top_name',
+           'Given', 'arrays_in', 'flat', 'clone_of', 'exchanged', 'moved_part', 'tail_of', 'Watched', 'names_of',
+           'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'has_nan', 'is_nan_in', 'Ruined', 'ruined_in',
+           'callers', 'loop_around', 'ruined_around', 'plays_around', 'NotSeen', 'tensor_digest', 'values_inside',
+           'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -124,7 +124,7 @@ def package_of(
     name = getattr(step, "__module__", None) or type(step).__module__
     return name.partition(".")[0]
 
-# %% ../../nbs/guard/21_footprint.ipynb #a1cb4dc7
+# %% ../../nbs/guard/21_footprint.ipynb #5d2e168a
 def code_of(
     step: Callable, # of the loop
 ): # equal ones: the same lines of the user
@@ -133,15 +133,7 @@ def code_of(
     if isinstance(step, types.MethodType): return getattr(step.__func__, "__code__", step.__func__), id(step.__self__)
     return getattr(step, "__code__", id(step))
 
-def module_of(
-    table: dict, # anybody's
-) -> types.ModuleType | None: # None: it is not the variables of a module
-    "Return the module whose variables are in a dict: emptied for a moment, even by Python's own, nothing would run."
-    name = table.get("__name__")
-    module = sys.modules.get(name) if isinstance(name, str) else None
-    return module if isinstance(module, types.ModuleType) and vars(module) is table else None
-
-# %% ../../nbs/guard/21_footprint.ipynb #99848a41
+# %% ../../nbs/guard/21_footprint.ipynb #e321af13
 PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)}) # types of values that nobody can write into
 FIXED = (*PLAIN, np.generic, torch.dtype, torch.device, torch.Size, torch.layout, range, slice, frozenset, Path,
          re.Pattern, types.CodeType, property, type(Ellipsis), type(NotImplemented))
@@ -153,6 +145,15 @@ def is_plain(
     "Whether a value cannot be written into: a number, a text, a tuple of these."
     if type(value) in PLAIN or isinstance(value, FIXED): return True
     return depth > 0 and isinstance(value, tuple) and all(is_plain(v, depth - 1) for v in value)
+
+def alike(
+    a: tuple, # of `sign`
+    b: tuple,
+) -> bool:
+    "Whether a place holds the same objects, or equal plain values."
+    if len(a) != len(b): return False
+    if all(map(operator.is_, a, b)): return True
+    return all([x is y or (type(x) is type(y) in PLAIN and x == y) for x, y in zip(a, b)])
 
 # %% ../../nbs/guard/21_footprint.ipynb #7489b521
 class Absent:
@@ -196,15 +197,6 @@ class Place:
     def named(self, content: tuple) -> tuple[list[str], tuple]: # content: of `read`; names, values
         "Return the variables, attributes or entries that it held then: nothing in a list has a name of its own."
         return [], ()
-
-def alike(
-    a: tuple, # of `sign`
-    b: tuple,
-) -> bool:
-    "Whether a place holds the same objects, or equal plain values."
-    if len(a) != len(b): return False
-    if all(map(operator.is_, a, b)): return True
-    return all([x is y or (type(x) is type(y) in PLAIN and x == y) for x, y in zip(a, b)])
 
 # %% ../../nbs/guard/21_footprint.ipynb #9567fe06
 class Variable(Place):
@@ -565,35 +557,6 @@ def leaf_of(
 
 RANDOM = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
-# %% ../../nbs/guard/21_footprint.ipynb #42674102
-def has_state(
-    obj, # anything
-) -> bool:
-    "Whether an object has `state_dict` and `load_state_dict`."
-    return hasattr(type(obj), "state_dict") and hasattr(type(obj), "load_state_dict")
-
-def attributes_of(
-    obj, # anything
-) -> dict | None: # None: it has none that are seen
-    "Return the attributes of an object by name, live."
-    try: return vars(obj)
-    except TypeError: return None
-
-def slots_of(
-    obj, # anything
-) -> list[str]:
-    "Return the names of the slots of an object."
-    found = [vars(c).get("__slots__", ()) for c in type(obj).__mro__]
-    names = [k for s in found for k in ((s,) if isinstance(s, str) else s)]
-    return [k for k in names if k not in ("__dict__", "__weakref__")]
-
-def fields_of(
-    obj, # anything
-) -> dict[str, Any]: # by name
-    "Return what is in the slots of an object."
-    there = [k for k in slots_of(obj) if isinstance(getattr(type(obj), k, None), types.MemberDescriptorType)]
-    return {k: getattr(obj, k) for k in there if hasattr(obj, k)}
-
 # %% ../../nbs/guard/21_footprint.ipynb #d581c328
 class Unrestorable(NamedTuple):
     "Something that the step uses and that cannot be put back."
@@ -637,19 +600,18 @@ def kind_of_effect(
         return None if by_hand else "an iterator"
     return "a queue" if has("put_nowait", "get_nowait") else None
 
-# %% ../../nbs/guard/21_footprint.ipynb #4a3d2b85
-def wrapped_by(
-    obj, # anything
-) -> list:
-    "Return what a framework's wrapper of an optimizer or a scheduler wraps."
-    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler): return []
-    inside = attributes_of(obj) or {}
-    return [inside[k] for k in ("optimizer", "scheduler") if k in inside]
-
-# %% ../../nbs/guard/21_footprint.ipynb #39648f0c
-MOST_OBJECTS = 20_000 # objects that are looked at
-FIRST = ("__init__", "__new__", "__post_init__", "__del__", "__repr__") # of an object that is there already
-CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
+# %% ../../nbs/guard/21_footprint.ipynb #b4c421c7
+def owned_by_parts(
+    objects: Iterable, # parts of a run
+) -> dict[int, Any]: # by id
+    "Return the parts, and what is recorded with them: modules, parameters, buffers, what a dict or a list holds."
+    out: dict[int, Any] = {}
+    for obj in objects:
+        own = [obj]
+        if isinstance(obj, nn.Module): own += [*obj.modules(), *obj.parameters(), *obj.buffers()]
+        elif isinstance(obj, (dict, list)): own += [*tensors_in(obj).values(), *ndarrays_in(obj).values()]
+        out.update({id(x): x for x in own})
+    return out
 
 def memory_of(
     t: Tensor, # any
@@ -657,6 +619,48 @@ def memory_of(
     "Return where the values of a tensor lie and in what order, or, where that is not known, which tensor it is."
     plain = type(t) in (Tensor, nn.Parameter, nn.Buffer) and t.layout is torch.strided and t.numel() > 0
     return (t.data_ptr(), t.shape, t.stride()) if plain else id(t)
+
+def module_of(
+    table: dict, # anybody's
+) -> types.ModuleType | None: # None: it is not the variables of a module
+    "Return the module whose variables are in a dict: emptied for a moment, even by Python's own, nothing would run."
+    name = table.get("__name__")
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return module if isinstance(module, types.ModuleType) and vars(module) is table else None
+
+# %% ../../nbs/guard/21_footprint.ipynb #42674102
+def has_state(
+    obj, # anything
+) -> bool:
+    "Whether an object has `state_dict` and `load_state_dict`."
+    return hasattr(type(obj), "state_dict") and hasattr(type(obj), "load_state_dict")
+
+def attributes_of(
+    obj, # anything
+) -> dict | None: # None: it has none that are seen
+    "Return the attributes of an object by name, live."
+    try: return vars(obj)
+    except TypeError: return None
+
+def slots_of(
+    obj, # anything
+) -> list[str]:
+    "Return the names of the slots of an object."
+    found = [vars(c).get("__slots__", ()) for c in type(obj).__mro__]
+    names = [k for s in found for k in ((s,) if isinstance(s, str) else s)]
+    return [k for k in names if k not in ("__dict__", "__weakref__")]
+
+def fields_of(
+    obj, # anything
+) -> dict[str, Any]: # by name
+    "Return what is in the slots of an object."
+    there = [k for k in slots_of(obj) if isinstance(getattr(type(obj), k, None), types.MemberDescriptorType)]
+    return {k: getattr(obj, k) for k in there if hasattr(obj, k)}
+
+# %% ../../nbs/guard/21_footprint.ipynb #39648f0c
+MOST_OBJECTS = 20_000 # objects that are looked at
+FIRST = ("__init__", "__new__", "__post_init__", "__del__", "__repr__") # of an object that is there already
+CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
 
 class Walk:
     "What a step refers to, from its closure, its object and the globals it names, on through the user's own code."
@@ -770,7 +774,7 @@ class Walk:
         "Look at these, too."
         self.todo.extend(pairs)
 
-# %% ../../nbs/guard/21_footprint.ipynb #af8fd97c
+# %% ../../nbs/guard/21_footprint.ipynb #dea51c78
 MODULE_TABLES = frozenset(vars(nn.Module())) # what every module has
 
 def is_library_class(
@@ -805,6 +809,15 @@ def tables_of_optimizers() -> frozenset[str]: # the first optimizer of a process
     "Return the attributes that every optimizer has."
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)])))
 
+def wrapped_by(
+    obj, # anything
+) -> list:
+    "Return what a framework's wrapper of an optimizer or a scheduler wraps."
+    if isinstance(obj, torch.optim.lr_scheduler.LRScheduler): return []
+    inside = attributes_of(obj) or {}
+    return [inside[k] for k in ("optimizer", "scheduler") if k in inside]
+
+# %% ../../nbs/guard/21_footprint.ipynb #af8fd97c
 class StepWalk(Walk):
     "A walk that knows how to look at each kind of object."
     def look(self, obj, name: str): # what it is called
@@ -965,35 +978,7 @@ class StepWalk(Walk):
                        if isinstance(v, inside) or holds_arrays(v) or numeric and type(v) in DICTS])
         return None
 
-# %% ../../nbs/guard/21_footprint.ipynb #f241cce2
-def owned_by_parts(
-    objects: Iterable, # parts of a run
-) -> dict[int, Any]: # by id
-    "Return the parts, and what is recorded with them: modules, parameters, buffers, what a dict or a list holds."
-    out: dict[int, Any] = {}
-    for obj in objects:
-        own = [obj]
-        if isinstance(obj, nn.Module): own += [*obj.modules(), *obj.parameters(), *obj.buffers()]
-        elif isinstance(obj, (dict, list)): own += [*tensors_in(obj).values(), *ndarrays_in(obj).values()]
-        out.update({id(x): x for x in own})
-    return out
-
 # %% ../../nbs/guard/21_footprint.ipynb #299c9a7f
-def has_nan(
-    value, # anything
-) -> bool:
-    "Whether something is a tensor with NaN in it."
-    if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided: return False
-    return (value.is_floating_point() or value.is_complex()) and bool(value.detach().isnan().any())
-
-def is_nan_in(
-    value, # anything
-) -> bool:
-    "Whether something is a tensor or an array with NaN in it, or NaN itself."
-    if isinstance(value, float): return value != value
-    if isinstance(value, np.ndarray): return value.dtype.kind in "fc" and bool(np.isnan(value).any())
-    return has_nan(value)
-
 def mark_of(
     value, # anything
     depth: int = 2, # of containers in it
@@ -1040,12 +1025,7 @@ class Given:
         "Return the name of a tensor or an array without a copy that the loop has changed in place since."
         return next((x.name for x, token in self.large if x.token() != token), "")
 
-def clone_of(
-    copied: Tensor | np.ndarray, # of a leaf
-) -> Tensor | np.ndarray:
-    "Return a copy that may be written into."
-    return copied.copy() if isinstance(copied, np.ndarray) else copied.clone()
-
+# %% ../../nbs/guard/21_footprint.ipynb #4f99a51c
 def arrays_in(
     content: Iterable, # of a place
     label: str, # of that
@@ -1062,6 +1042,12 @@ def flat(
     for v in content:
         if type(v) is tuple: yield from flat(v)
         else: yield v
+
+def clone_of(
+    copied: Tensor | np.ndarray, # of a leaf
+) -> Tensor | np.ndarray:
+    "Return a copy that may be written into."
+    return copied.copy() if isinstance(copied, np.ndarray) else copied.clone()
 
 def exchanged(
     content: tuple, # of a place
@@ -1399,6 +1385,22 @@ class Footprint:
     def marks(self) -> dict[str, Any]: # by name
         "Return a fingerprint of everything that the step refers to now, to compare a replay with the run."
         return marks_of(StepWalk(list(self.steps.values()), self.known))
+
+# %% ../../nbs/guard/21_footprint.ipynb #825b85a6
+def has_nan(
+    value, # anything
+) -> bool:
+    "Whether something is a tensor with NaN in it."
+    if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided: return False
+    return (value.is_floating_point() or value.is_complex()) and bool(value.detach().isnan().any())
+
+def is_nan_in(
+    value, # anything
+) -> bool:
+    "Whether something is a tensor or an array with NaN in it, or NaN itself."
+    if isinstance(value, float): return value != value
+    if isinstance(value, np.ndarray): return value.dtype.kind in "fc" and bool(np.isnan(value).any())
+    return has_nan(value)
 
 # %% ../../nbs/guard/21_footprint.ipynb #5e7a1c02
 class Ruined(NamedTuple):
