@@ -19,7 +19,7 @@ import numpy as np
 
 from ..core import hook_steps, listed, quiet_hooks
 from .causes import (
-    EXPERIMENTS, Experiment, find_cause, out_of_turn, redo, redo_disturbed, wrote)
+    EXPERIMENTS, SLOWER, Experiment, find_cause, out_of_turn, redo, redo_disturbed, wrote)
 from .footprint import Footprint, bits_of
 from .probation import Probation, SavedAt
 from .ranks import Ranks
@@ -133,7 +133,7 @@ class BetweenSteps:
         return 0 < len(self.written) <= 8 and self.written[-1].after == number
 
 # %% ../../nbs/guard/28_repairs.ipynb #redone01
-RATE_CAUSES = ("rate", "lr_too_high", "gradient_spike", "moments") # where a smaller step is part of the cure
+RATE_CAUSES = ("rate", *SLOWER) # where a smaller step is part of the cure
 REHEARSED = 2 # steps that are repeated dry
 
 class Redone(NamedTuple):
@@ -446,7 +446,7 @@ class Unsolved:
 # %% ../../nbs/guard/28_repairs.ipynb #d3fda739
 NO_PROOF = ("unknown", "step", "healthy", "earlier", "counter") # causes after which nothing is undone for a rise
 DISTURBED = ("external", "rate", "settings") # causes without which a replay does well
-WEAK_CAUSES = ("lr_too_high", "gradient_spike", "moments", "order") # what only cures by going slower
+WEAK_CAUSES = (*SLOWER, "order") # what only cures by going slower
 IN_VAIN = (500, .5) # steps that searches may take after which nothing is undone, and as many more per step of the run
 
 class Recovery:

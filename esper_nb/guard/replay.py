@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef
 
 from ..core import RandomStreams, hook_steps
-from .footprint import is_own_file
+from .footprint import Footprint, is_own_file
 from .gate import once_there_are_gradients
 from .ranks import Ranks
 from .rates import set_setting
@@ -95,6 +95,11 @@ class Replay:
         "Parameter groups of all optimizers."
         return [g for o in self.optimizers for g in o.param_groups]
 
+    @property
+    def footprint(self) -> Footprint | None: # None: nobody has looked
+        "What the steps read beside their batches."
+        return self.steps[-1].footprint if self.steps else None
+
     def own_settings(self) -> list[Collection[str]]: # one a group
         "Return the names of settings that the optimizers write themselves: the replay makes them anew."
         return [self.snapshot.own_settings(o) for o in self.optimizers for _ in o.param_groups]
@@ -107,8 +112,8 @@ class Replay:
 
     def __enter__(self):
         self.live = self.snapshot.set_aside()
-        for s in self.steps[-1:]: # a look at all that it uses was part of that
-            if s.footprint is not None and s.footprint.unrestorable: raise NotRestorable(s.footprint.why_not)
+        footprint = self.footprint # a look at all that the step uses was part of that
+        if footprint is not None and footprint.unrestorable: raise NotRestorable(footprint.why_not)
         self.grads = [(p, p.grad) for p in self.params]
         for p, _ in self.grads: p.grad = None
         self.away = ExitStack()
@@ -160,6 +165,11 @@ class Replay:
             if s.number not in self.changes.without and math.isfinite(self.losses[i]) > math.isfinite(out[-1]): break
         return out
 
+    def is_through(self, losses: Sequence[float]) -> bool: # of `run`
+        "Whether all steps were taken, and the last one that was trained on has a finite loss."
+        trained = [x for s, x in zip(self.steps, losses) if s.number not in self.changes.without]
+        return len(losses) == len(self.steps) and bool(trained) and math.isfinite(trained[-1])
+
     def follow(self, i: int) -> float: # place of the step
         "Take one step after all steps before it: what the loop has copied in between, as into a target, is copied."
         if copies := self.steps[i].copies:
@@ -175,28 +185,24 @@ class Replay:
     ) -> list[float]: # losses
         "Return the losses of the weights as they are, without training; changes stay in force."
         out: list[float] = []
-        footprint = self.steps[-1].footprint if self.steps else None
         with idle(*self.optimizers, *foreign_optimizers(self.objects.values())):
             for i in at:
-                if kept is not None and footprint is not None: footprint.load_state_dict(kept)
+                if kept is not None and self.footprint is not None: self.footprint.load_state_dict(kept)
                 else: give_inputs(self.snapshot, self.incident.good, self.steps[:i + 1])
                 out.append(self.take(i, True))
         return out
 
     def kept_by_step(self) -> Mapping[str, Any] | None: # for `look`
         "Return what the step keeps beside the weights, as it is now."
-        footprint = self.steps[-1].footprint if self.steps else None
-        return None if footprint is None else footprint.state_dict()
+        return None if self.footprint is None else self.footprint.state_dict()
 
     def whole_numbers(self) -> dict[str, int]: # by name
         "Return the whole numbers that the step refers to, as they are now."
-        footprint = self.steps[-1].footprint if self.steps else None
-        return {} if footprint is None else footprint.whole_numbers()
+        return {} if self.footprint is None else self.footprint.whole_numbers()
 
     def move(self, by: Mapping[str, int]): # by name
         "Add to some of these, now and in every step: what counts on goes on from there."
-        footprint = self.steps[-1].footprint if self.steps else None
-        if footprint is not None: footprint.move(by)
+        if self.footprint is not None: self.footprint.move(by)
         self.changes.moved = by
 
     def try_alone(self, i: int) -> tuple[float, float]: # loss, gradient norm
