@@ -71,12 +71,12 @@ from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
 from .governor import (OWN_PARTS as OWN_PARTS, UNHEARD as UNHEARD, LEFT as LEFT, NOT_TAKEN as NOT_TAKEN,
     Governor as Governor)
-from .health import (LASTS as LASTS, GROWN as GROWN, OFTEN as OFTEN, SHARE as SHARE, JUMP as JUMP,
-    STILL_NEAR as STILL_NEAR, SEEN as SEEN, LIKE as LIKE, LONG as LONG, RAISED as RAISED, STEEP as STEEP,
-    LEAP as LEAP, UNUSED as UNUSED, SETTLED as SETTLED, StateHealth as StateHealth, Bands as Bands,
-    BufferBands as BufferBands, PlainState as PlainState, LossCourse as LossCourse, Sign as Sign, Leap as Leap,
-    RateCourse as RateCourse, Signs as Signs, other_optimizers as other_optimizers, forget_ruined as forget_ruined,
-    is_steep as is_steep, UpdateWatch as UpdateWatch, Beside as Beside, StateJudge as StateJudge)
+from .health import (LASTS as LASTS, JUMP as JUMP, STILL_NEAR as STILL_NEAR, SEEN as SEEN, LIKE as LIKE, LONG as LONG,
+    STEEP as STEEP, UNUSED as UNUSED, SETTLED as SETTLED, RAISED as RAISED, LEAP as LEAP, GROWN as GROWN,
+    OFTEN as OFTEN, SHARE as SHARE, StateHealth as StateHealth, Bands as Bands, BufferBands as BufferBands,
+    PlainState as PlainState, LossCourse as LossCourse, Sign as Sign, Signs as Signs, is_steep as is_steep,
+    Leap as Leap, RateCourse as RateCourse, other_optimizers as other_optimizers, forget_ruined as forget_ruined,
+    UpdateWatch as UpdateWatch, Beside as Beside, StateJudge as StateJudge)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue, Verdicts as Verdicts)
 from .observation import (BREAKS as BREAKS, FALLEN as FALLEN, EffectResult as EffectResult, APART as APART,
@@ -119,8 +119,8 @@ from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, 
     GovernorStop as GovernorStop, IncidentLog as IncidentLog, Summary as Summary)
 from .responses import (STRAYS as STRAYS, is_clock as is_clock, clocks_of as clocks_of,
     not_exchanged as not_exchanged, patience_of as patience_of, SingleRun as SingleRun, LaneRuns as LaneRuns,
-    stray_weights as stray_weights, held_by as held_by, GuardedRun as GuardedRun, Moment as Moment,
-    SameBatches as SameBatches, undone_with as undone_with, IncidentResponse as IncidentResponse,
+    GuardedRun as GuardedRun, Moment as Moment, stray_weights as stray_weights, held_by as held_by,
+    SameBatches as SameBatches, IncidentResponse as IncidentResponse, undone_with as undone_with,
     LaneCheckup as LaneCheckup, LaneJudge as LaneJudge, missing_parts as missing_parts,
     trains_others as trains_others)
 from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, PartProof as PartProof,
@@ -133,10 +133,10 @@ from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as bl
 from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, TakeResult as TakeResult,
     RestoreResult as RestoreResult, StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState,
     read_parts as read_parts, StateBanks as StateBanks, pinned_buffers as pinned_buffers, Snapshot as Snapshot,
-    trained_by as trained_by, owned_by as owned_by, forget_state as forget_state, BackgroundCopy as BackgroundCopy,
-    OwnSettings as OwnSettings, own_settings_of as own_settings_of)
+    trained_by as trained_by, owned_by as owned_by, BackgroundCopy as BackgroundCopy, OwnSettings as OwnSettings,
+    own_settings_of as own_settings_of, forget_state as forget_state)
 from .writes import (TensorTable as TensorTable, PIECE as PIECE, PIECES as PIECES, PieceOf as PieceOf,
-    tensors_of_parts as tensors_of_parts, tables_of as tables_of, is_other as is_other, untrained_in as untrained_in,
-    words_of as words_of, in_turns as in_turns, Written as Written, WriteCounts as WriteCounts, Memories as Memories,
-    plain_weights as plain_weights, StateWatch as StateWatch, LoadWatch as LoadWatch, HookOf as HookOf,
-    copies_of as copies_of, Distances as Distances)
+    tensors_of_parts as tensors_of_parts, words_of as words_of, tables_of as tables_of, is_other as is_other,
+    untrained_in as untrained_in, in_turns as in_turns, Written as Written, WriteCounts as WriteCounts,
+    StateWatch as StateWatch, Memories as Memories, plain_weights as plain_weights, LoadWatch as LoadWatch,
+    HookOf as HookOf, copies_of as copies_of, Distances as Distances)
