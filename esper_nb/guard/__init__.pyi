@@ -104,7 +104,7 @@ from .recorder import (COPIED_FIRST as COPIED_FIRST, GroupRates as GroupRates, H
 from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
     end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not)
-from .repairs import (HABIT as HABIT, RATE_CAUSES as RATE_CAUSES, REHEARSED as REHEARSED, AGAIN as AGAIN,
+from .repairs import (HABIT as HABIT, REHEARSED as REHEARSED, AGAIN as AGAIN, RATE_CAUSES as RATE_CAUSES,
     NO_PROOF as NO_PROOF, DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, IN_VAIN as IN_VAIN,
     BetweenSteps as BetweenSteps, Redone as Redone, Repairs as Repairs, Unsolved as Unsolved, Recovery as Recovery)
 from .replay import (LOW as LOW, FILLS as FILLS, Changes as Changes, is_left_alone as is_left_alone,

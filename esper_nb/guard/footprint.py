@@ -49,6 +49,7 @@ from torch import Tensor, nn
 
 from ..core import as_part, inner_tensors, ndarrays_in, tensors_in
 from .loops import FrameVariables, LoopBody
+from .snapshots import Snapshot
 
 # %% ../../nbs/guard/21_footprint.ipynb #57999de4
 DYNAMIC = frozenset({"getattr", "setattr", "vars", "__dict__", "eval", "exec", "globals"}) # any name may be meant
@@ -1311,12 +1312,21 @@ class Footprint:
         return {id(k.obj): clone_of(k.copy) for k in gone
                 if mark_of(k.obj) != mark_of(k.copy)}
 
-    def ruined(self, state: Mapping[str, FootprintState]) -> tuple[str, ...]: # of `state_dict`; names
-        "Return the tensors with NaN of which a state has no copy, so that it does not put them back."
-        return tuple(k.name for k in state["state"].kept if k.copy is None and has_nan(k.obj))
+    def good_state(self, snapshot: Snapshot) -> Mapping[str, FootprintState] | None: # None: it has none
+        "Return the state of this footprint that a snapshot has published."
+        good = snapshot.good_state()
+        rest = {} if good is None else good.version.rest
+        return next((rest[k] for k, obj in snapshot.objects.items() if obj is self and k in rest), None)
 
-    def ruined_since(self, state: Mapping[str, FootprintState]) -> tuple[str, ...]: # of `state_dict`; names
-        "Return the tensors and arrays with NaN of which a state has copies without any, so that it puts them back."
+    def ruined(self, snapshot: Snapshot) -> tuple[str, ...]: # names
+        "Return the tensors with NaN of which the good state has no copy, so that it does not put them back."
+        state = self.good_state(snapshot)
+        return tuple(k.name for k in state["state"].kept if k.copy is None and has_nan(k.obj)) if state else ()
+
+    def ruined_since(self, snapshot: Snapshot) -> tuple[str, ...]: # names
+        "Return the tensors and arrays with NaN of which the good state has copies without any: it puts them back."
+        state = self.good_state(snapshot)
+        if not state: return ()
         self.look()
         then = {k.name: k.copy for k in state["state"].kept}
         return tuple(x.name for x in self.walk.leaves.values()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -492,6 +492,8 @@ def _names(snapshot: Snapshot) -> list[tuple[str, Tensor]]: # of all parameters
             for k, m in models.items() for name, p in m.named_parameters()]
 
 # %% ../../nbs/guard/29_health.ipynb #7b0de502
+_Found = TypeVar("_Found")
+
 def _note_call(called: set[str], name: str, *_): called.add(name)
 
 class Beside:
@@ -518,8 +520,8 @@ class Beside:
         footprint = self.footprint()
         if row == 1 or footprint is not None: self.found = ""
         if self.found or row < 2: return self.found
-        if footprint is not None: return self._say(self._uncopied(footprint)) # a later state may have a copy
-        found = self._around() if row == 2 or in_vain else Ruined()
+        if footprint is not None: return self._say(footprint.ruined(self.snapshot)) # a later state may have a copy
+        found = self._look_around(ruined_around, Ruined()) if row == 2 or in_vain else Ruined()
         self.loose.update(found.loose)
         names = [k for k in self.suspects if k in self.called] or list(found.others if in_vain else ())
         if row == 2: self._suspect(found)
@@ -530,24 +532,14 @@ class Beside:
         "Whether the step, or the loop that reports its loss, uses an environment."
         footprint = self.footprint()
         if footprint is not None: return footprint.walk.plays
-        if self.played is None:
-            try: self.played = plays_around(self.snapshot.objects.values())
-            except Exception as e: # what fails at a look must not end the run
-                logger.info("Governor: nobody could look at the loop: %s: %s", type(e).__name__, e)
-                self.played = False
+        if self.played is None: self.played = self._look_around(plays_around, False)
         return self.played
 
-    def _around(self) -> Ruined:
-        try: return ruined_around(self.snapshot.objects.values())
+    def _look_around(self, look: Callable[[Iterable], _Found], failed: _Found) -> _Found: # what the look finds
+        try: return look(self.snapshot.objects.values())
         except Exception as e: # what fails at a look must not end the run
             logger.info("Governor: nobody could look at the loop: %s: %s", type(e).__name__, e)
-            return Ruined()
-
-    def _uncopied(self, footprint: Footprint) -> Sequence[str]:
-        good = self.snapshot.good_state()
-        rest = {} if good is None else good.version.rest
-        return next((footprint.ruined(rest[k]) for k, obj in self.snapshot.objects.items()
-                     if obj is footprint and k in rest), ())
+            return failed
 
     def _suspect(self, found: Ruined):
         for h in self.handles: h.remove()
