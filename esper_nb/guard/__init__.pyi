@@ -1,8 +1,8 @@
 # What guard offers to other packages; written by `python scripts/notebooks.py door`
 from .footprint import (Place as Place, DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLAIN, FIXED as FIXED,
-    ABSENT as ABSENT, SMALL as SMALL, COPIED as COPIED, RANDOM as RANDOM, STREAMS as STREAMS, CSV as CSV,
-    LOCKS as LOCKS, ENVIRONMENT as ENVIRONMENT, LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS,
-    FIRST as FIRST, CODE as CODE, MODULE_TABLES as MODULE_TABLES, DICTS as DICTS, GIVEN as GIVEN,
+    ABSENT as ABSENT, SMALL as SMALL, COPIED as COPIED, RANDOM as RANDOM, CSV as CSV, ENVIRONMENT as ENVIRONMENT,
+    LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS, FIRST as FIRST, CODE as CODE,
+    MODULE_TABLES as MODULE_TABLES, DICTS as DICTS, STREAMS as STREAMS, LOCKS as LOCKS, GIVEN as GIVEN,
     NOT_SEEN as NOT_SEEN, CodeNames as CodeNames, names_in as names_in, has_installed as has_installed,
     is_own_file as is_own_file, is_own_module as is_own_module, is_users as is_users, package_of as package_of,
     code_of as code_of, is_plain as is_plain, alike as alike, Absent as Absent, Variable as Variable, Names as Names,
@@ -12,8 +12,8 @@ from .footprint import (Place as Place, DYNAMIC as DYNAMIC, LIBRARIES as LIBRARI
     content_of as content_of, Kept as Kept, AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf,
     PartLeaf as PartLeaf, StreamLeaf as StreamLeaf, leaf_of as leaf_of, Unrestorable as Unrestorable,
     is_used_up as is_used_up, kind_of_effect as kind_of_effect, owned_by_parts as owned_by_parts,
-    memory_of as memory_of, module_of as module_of, has_state as has_state, attributes_of as attributes_of,
-    slots_of as slots_of, fields_of as fields_of, Walk as Walk, is_library_class as is_library_class,
+    memory_of as memory_of, has_state as has_state, attributes_of as attributes_of, slots_of as slots_of,
+    fields_of as fields_of, module_of as module_of, Walk as Walk, is_library_class as is_library_class,
     is_data_of as is_data_of, holds_arrays as holds_arrays, tables_of_optimizers as tables_of_optimizers,
     wrapped_by as wrapped_by, StepWalk as StepWalk, mark_of as mark_of, top_name as top_name, Given as Given,
     arrays_in as arrays_in, flat as flat, clone_of as clone_of, exchanged as exchanged, moved_part as moved_part,
@@ -107,8 +107,8 @@ from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quie
 from .repairs import (HABIT as HABIT, REHEARSED as REHEARSED, AGAIN as AGAIN, RATE_CAUSES as RATE_CAUSES,
     NO_PROOF as NO_PROOF, DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, IN_VAIN as IN_VAIN,
     BetweenSteps as BetweenSteps, Redone as Redone, Repairs as Repairs, Unsolved as Unsolved, Recovery as Recovery)
-from .replay import (LOW as LOW, FILLS as FILLS, Changes as Changes, is_left_alone as is_left_alone,
-    NotRestorable as NotRestorable, Replay as Replay, gradient_norm as gradient_norm, share_of_rate as share_of_rate,
+from .replay import (LOW as LOW, FILLS as FILLS, Changes as Changes, NotRestorable as NotRestorable, Replay as Replay,
+    is_left_alone as is_left_alone, gradient_norm as gradient_norm, share_of_rate as share_of_rate,
     LayerWatch as LayerWatch, is_finite as is_finite, node_of as node_of, OperationWatch as OperationWatch,
     user_line as user_line, find_operation as find_operation)
 from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, NOTES as NOTES,
