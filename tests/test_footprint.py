@@ -612,7 +612,6 @@ def found(step, *objects): return Footprint.of(step, objects).describe()
 def test_what_was_handed_over_and_what_is_code_is_no_state():
     net, opt = parts()
     assert found(plain(net, opt), net, opt) == ""
-    assert Footprint.of(plain(net, opt), [net, opt]).is_empty
     assert "`net`" in found(plain(net, opt), opt) and "`opt`" in found(plain(net, opt), net)
 
 def test_names_of_inner_functions_and_of_methods_that_are_called_are_found():
@@ -747,7 +746,7 @@ def test_a_look_between_two_steps_does_not_hide_what_the_loop_has_written():
     fp.load_state_dict(live)
     assert (t["i"], own, h.tolist()) == (5, [1], [3., 3.])
     given = fp.before_step()
-    assert [place.labels() for place, _ in given.holders] == [["t['i']"]] and len(given.kept) == 1
+    assert [place.labels() for place, _ in given.places] == [["t['i']"]] and len(given.kept) == 1
     fp.load_state_dict(good)
     assert fp.before_step() is None and t["i"] == 0
 
@@ -1162,7 +1161,7 @@ def test_python_itself_is_never_put_back(tmp_path, monkeypatch):
     def step(x): return own.half(x) * getattr(own, "limit") + len(kept) # which name? so all of the module is looked at
     footprint = Footprint(step, {})
     state = footprint.state_dict()
-    tables = [h.obj for h, _ in state["state"].holders]
+    tables = [h.obj for h, _ in state["state"].places]
     assert not any(t is k for t in tables for k in kept)
     own.limit = 4.
     footprint.load_state_dict(state)

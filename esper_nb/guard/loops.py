@@ -205,7 +205,7 @@ class LoopBody:
             if not names.is_loop: walk.refuse(self, "for", "batches that are drawn by `next`, not by a `for` loop")
             elif self._counter: walk.refuse(self, self._counter, "it takes a batch that comes again for a new one: "
                                             f"write `governor.batches({self._counter}(loader))`")
-            if "replaying" in names.attributes: walk.told |= {"a log", "an open file"}
+            if "replaying" in names.attributes: walk.spared |= {"a log", "an open file"}
             walk.names |= names.attributes
             used = walk.scopes.setdefault(id(scope), (scope, set()))[1]
             used.update(names.globals)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['StateKey', 'Agree', 'PINNED', 'TakeResult', 'RestoreResult', 'StateVersion', 'SavedState', 'LiveState', 'read_parts',
-           'StateBanks', 'pinned_buffers', 'Snapshot', 'trained_by', 'owned_by', 'forget_state', 'BackgroundCopy',
-           'OwnSettings', 'own_settings_of']
+           'StateBanks', 'pinned_buffers', 'Snapshot', 'trained_by', 'owned_by', 'BackgroundCopy', 'OwnSettings',
+           'own_settings_of', 'forget_state']
 
 # %% ../../nbs/guard/12_snapshots.ipynb #1ee11488
 import inspect
@@ -102,16 +102,6 @@ def read_parts(
     for k, t in shards.items(): tensors[k] = _shard(t)
     laned = {k for k, t in tensors.items() if parts[k[0]].laned and has_lanes(t, n)}
     return LiveState(tensors, laned, rest, sparse, shards)
-
-def _key(text: str) -> StateKey:
-    part, path = text.split("|", 1)
-    return part, path
-
-def _by_key(saved: Mapping[str, Tensor]) -> dict[StateKey, Tensor]: return {_key(text): t for text, t in saved.items()}
-
-def _by_text(tensors: Mapping[StateKey, Tensor]) -> dict[str, Tensor]:
-    "Return tensors by names that a file can hold."
-    return {"|".join(k): t for k, t in tensors.items()}
 
 # %% ../../nbs/guard/12_snapshots.ipynb #6248011e
 def _copy_all(pairs: Sequence[tuple[Tensor, Tensor]]): # target on the host, source anywhere
@@ -302,6 +292,7 @@ class StateBanks:
             bank[key] = _new_buffer(t).zero_()
         return bank[key]
 
+# %% ../../nbs/guard/12_snapshots.ipynb #8083d5a3
 PINNED = 2**28 # bytes that are pinned at once
 
 def pinned_buffers(
@@ -330,11 +321,6 @@ def _new_buffer(t: Tensor) -> Tensor:
     "Return host memory that is laid out like a live tensor."
     return torch.empty_like(t, device="cpu", memory_format=torch.preserve_format, pin_memory=t.is_cuda,
                             requires_grad=False)
-
-def _step_of(step: int | Sequence[int] | None, pointer: int | None = None, n: int = 1) -> int | None:
-    "Return the caller's step of one lane; of all together (pointer None or n) it is the latest."
-    if step is None or isinstance(step, int): return step
-    return int(step[pointer] if pointer is not None and n > 1 and pointer < n else max(step))
 
 # %% ../../nbs/guard/12_snapshots.ipynb #bc2ca12c
 class Snapshot:
@@ -721,6 +707,16 @@ class Snapshot:
 # %% ../../nbs/guard/12_snapshots.ipynb #1d20ab02
 #| code-fold: true
 #| code-summary: "Whether a saved state is one of these parts"
+def _key(text: str) -> StateKey:
+    part, path = text.split("|", 1)
+    return part, path
+
+def _by_key(saved: Mapping[str, Tensor]) -> dict[StateKey, Tensor]: return {_key(text): t for text, t in saved.items()}
+
+def _by_text(tensors: Mapping[StateKey, Tensor]) -> dict[str, Tensor]:
+    "Return tensors by names that a file can hold."
+    return {"|".join(k): t for k, t in tensors.items()}
+
 def _misfits(
     parts: Mapping[str, AnyPart], # by name
     kinds: Mapping[str, str], # what each of them is
@@ -777,7 +773,6 @@ def _revived(saved: Mapping[str, Any], parts: Mapping[str, AnyPart], live: LiveS
     "Return what `_portable` made of a version, with what a file cannot hold from the live state."
     return {name: parts[name].revive(x, live.rest[name]) for name, x in saved.items()}
 
-
 # %% ../../nbs/guard/12_snapshots.ipynb #9df4eb4d
 def trained_by(
     optimizers: Iterable[torch.optim.Optimizer],
@@ -794,22 +789,6 @@ def owned_by(
         out += [p.detach() for p in trained_by([opt])]
         out += [v for state in opt.state.values() for v in state.values() if isinstance(v, Tensor)]
     return [t for t in out if t.numel() and not t.is_sparse and not hasattr(t, "to_local")]
-
-def forget_state(
-    optimizer: torch.optim.Optimizer,
-    params: Iterable[Tensor], # of its own
-):
-    "Let an optimizer begin anew with parameters: with nothing, or with what it makes at once, as Adagrad its sums."
-    known = [p for p in params if optimizer.state.pop(p, None) is not None]
-    if not known: return
-    kind = type(optimizer)
-    takes = inspect.signature(kind).parameters
-    try:
-        like = [nn.Parameter(p.detach().clone()) for p in known]
-        begun = kind(like, **{k: v for k, v in optimizer.defaults.items() if k in takes}).state
-    except Exception: return # a class that asks for more is taken for one that begins with nothing
-    for p, q in zip(known, like):
-        if q in begun: optimizer.state[p] = begun[q]
 
 # %% ../../nbs/guard/12_snapshots.ipynb #c73592df
 class BackgroundCopy:
@@ -1015,6 +994,11 @@ def _lane_numbers(lanes: Sequence[int] | None, n: int) -> list[int]:
     check(all(0 <= i < n for i in lanes), "lanes", lanes, "lane numbers from 0 to {}", n - 1)
     return sorted(set(lanes))
 
+def _step_of(step: int | Sequence[int] | None, pointer: int | None = None, n: int = 1) -> int | None:
+    "Return the caller's step of one lane; of all together (pointer None or n) it is the latest."
+    if step is None or isinstance(step, int): return step
+    return int(step[pointer] if pointer is not None and n > 1 and pointer < n else max(step))
+
 # %% ../../nbs/guard/12_snapshots.ipynb #abdb35d3
 #| code-fold: true
 #| code-summary: "What goes back together, and what stays"
@@ -1141,6 +1125,23 @@ def _to_mend(live: LiveState, good: SavedState, parts: Mapping[str, AnyPart],
     mine = [k for k in live.tensors if (k[0], k[1].split(".")[0]) in heads or k in keys]
     fit = all(k in good.bank and same_layout(good.bank[k], live.tensors[k]) for k in mine)
     return mine if fit else []
+
+# %% ../../nbs/guard/12_snapshots.ipynb #7ceb039a
+def forget_state(
+    optimizer: torch.optim.Optimizer,
+    params: Iterable[Tensor], # of its own
+):
+    "Let an optimizer begin anew with parameters: with nothing, or with what it makes at once, as Adagrad its sums."
+    known = [p for p in params if optimizer.state.pop(p, None) is not None]
+    if not known: return
+    kind = type(optimizer)
+    takes = inspect.signature(kind).parameters
+    try:
+        like = [nn.Parameter(p.detach().clone()) for p in known]
+        begun = kind(like, **{k: v for k, v in optimizer.defaults.items() if k in takes}).state
+    except Exception: return # a class that asks for more is taken for one that begins with nothing
+    for p, q in zip(known, like):
+        if q in begun: optimizer.state[p] = begun[q]
 
 # %% ../../nbs/guard/12_snapshots.ipynb #4bc3d7c4
 _PIECE = 2**22 # bytes that are still in a cache of the processor when they have been copied
