@@ -12,11 +12,12 @@ __all__ = ['OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'BEFORE', 'EXPERIMENTS', 'C
            'odd_later', 'bad_steps', 'odd_ones', 'name_batches', 'Experiment', 'leave_out_odd', 'exchange_odd',
            'leave_out_others', 'earlier_batches', 'few_later_batches', 'later_batches', 'are_sorted', 'can_mix',
            'have_one_form', 'out_of_turn', 'mix_examples', 'with_tensors', 'switched_inputs', 'hold_inputs',
-           'name_inputs', 'counts_in', 'lower_counts', 'name_counts', 'hold_rate', 'most_changed', 'rate_rose',
-           'is_in_cycles', 'had_a_spell', 'other_settings_now', 'hold_settings', 'other_settings', 'is_near',
-           'without_autocast', 'full_precision', 'bears_float32', 'few_bits', 'drop_gradients', 'uses_old_gradients',
-           'forget_moments', 'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb', 'CaseFile', 'why_well',
-           'why_cured', 'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo', 'redo_disturbed']
+           'name_inputs', 'counts_in', 'lower_counts', 'name_counts', 'hold_rate', 'most_changed', 'rate_leaps',
+           'rate_rose', 'is_in_cycles', 'had_a_spell', 'other_settings_now', 'hold_settings', 'other_settings',
+           'is_near', 'without_autocast', 'full_precision', 'bears_float32', 'few_bits', 'drop_gradients',
+           'uses_old_gradients', 'forget_moments', 'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb',
+           'CaseFile', 'why_well', 'why_cured', 'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo',
+           'redo_disturbed']
 
 # %% ../../nbs/guard/26_causes.ipynb #imports
 import itertools
@@ -689,6 +690,12 @@ def most_changed(found: Findings, name: str) -> tuple[int, float, float] | None:
             if best is None or by > best[0] * 1.001: best = (by, number, start, now)
     return None if best is None or best[0] < 1.2 else best[1:]
 
+def rate_leaps(found: Findings) -> bool:
+    "Whether a learning rate was far higher from one step to the next, as no schedule raises it in a warm-up."
+    rates = [[dict(g).get("lr") for g in groups] for _, groups in found.settings]
+    steps = (pair for row in zip(*rates) for pair in itertools.pairwise(row))
+    return any(b > 3 * a > 0 for a, b in steps if isinstance(a, float | int) and isinstance(b, float | int))
+
 def rate_rose(found: Findings) -> str:
     "Say where the learning rate rose most, or became none."
     at, before, after = most_changed(found, "lr") or (0, 0., 0.)
@@ -851,6 +858,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         change=lambda r, f: hold_inputs(r), cause="inputs",
         why=lambda r, f: f"{name_inputs(r)}, which the step reads: with its value from before the run stays well",
         fits=lambda r, f: bool(switched_inputs(r.steps)), help="a sign, a weight or a switch of the loop"),
+    "the learning rate from before it leapt": Experiment(
+        change=lambda r, f: hold_rate(r), cause="rate", why=lambda r, f: rate_rose(f),
+        fits=lambda r, f: rate_leaps(f) and not is_in_cycles(r), help="a rate that was raised at once"),
     "in float32": Experiment(
         change=lambda r, f: full_precision(r), cause="precision",
         why=lambda r, f: few_bits(f),
@@ -860,8 +870,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         fits=uses_old_gradients, help="a missing zero_grad"),
     "the learning rate of the good state": Experiment(
         change=lambda r, f: hold_rate(r), cause="rate", why=lambda r, f: rate_rose(f),
-        fits=lambda r, f: most_changed(f, "lr") is not None and not is_in_cycles(r),
-        help="a rate that was raised, by hand or by its schedule"),
+        fits=lambda r, f: most_changed(f, "lr") is not None and not rate_leaps(f) and not is_in_cycles(r),
+        help="a rate that has risen, by its schedule, say"),
     "lower counts": Experiment(
         change=lambda r, f: r.move(lower_counts(f)), confirm=lambda r, f: r.move(lower_counts(f, up=True)),
         cause="counter", why=name_counts,
