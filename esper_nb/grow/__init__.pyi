@@ -29,7 +29,7 @@ from .models import (MAX_BRANCHES as MAX_BRANCHES, DECISION_VERBS as DECISION_VE
     apply_decisions as apply_decisions)
 from .module_hosts import (LABELLED_TOKENS as LABELLED_TOKENS, HostConfig as HostConfig, READS as READS,
     LAYOUTS as LAYOUTS, FIRST_AXIS as FIRST_AXIS, LAST_AXIS as LAST_AXIS, AttachedModel as AttachedModel,
-    attach_slots as attach_slots, ModuleHostConfig as ModuleHostConfig, PickOutput as PickOutput,
+    attach_slots as attach_slots, ModuleHostConfig as ModuleHostConfig, PickOutput as PickOutput, Place as Place,
     Explored as Explored, explore_host as explore_host, module_model as module_model, ModuleHost as ModuleHost,
     host_sites as host_sites, check_slots as check_slots, import_path as import_path,
     given_factories as given_factories, get_factory as get_factory, Reading as Reading, read_as as read_as,

@@ -6,16 +6,16 @@
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'CSV', 'ENVIRONMENT',
            'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'DICTS', 'STREAMS', 'LOCKS', 'GIVEN',
            'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
-           'package_of', 'code_of', 'is_plain', 'alike', 'Absent', 'Place', 'Variable', 'Names', 'FixedNames', 'Inside',
-           'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of', 'dense_parts', 'same_values',
-           'some_of', 'bits_of', 'sample_of', 'bytes_of', 'content_of', 'Kept', 'AnyLeaf', 'TensorLeaf', 'ArrayLeaf',
-           'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'is_used_up', 'kind_of_effect', 'owned_by_parts',
-           'memory_of', 'has_state', 'attributes_of', 'slots_of', 'fields_of', 'module_of', 'Walk', 'is_library_class',
-           'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'wrapped_by', 'StepWalk', 'mark_of', 'top_name',
-           'Given', 'arrays_in', 'flat', 'clone_of', 'exchanged', 'moved_part', 'tail_of', 'Watched', 'names_of',
-           'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'has_nan', 'is_nan_in', 'Ruined', 'ruined_in',
-           'callers', 'loop_around', 'ruined_around', 'plays_around', 'NotSeen', 'tensor_digest', 'values_inside',
-           'batch_digest']
+           'package_of', 'code_of', 'is_plain', 'alike', 'Absent', 'ValuePlace', 'Variable', 'Names', 'FixedNames',
+           'Inside', 'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of', 'dense_parts',
+           'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'content_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
+           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'is_used_up', 'kind_of_effect',
+           'owned_by_parts', 'memory_of', 'has_state', 'attributes_of', 'slots_of', 'fields_of', 'module_of', 'Walk',
+           'is_library_class', 'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'wrapped_by', 'StepWalk',
+           'mark_of', 'top_name', 'Given', 'arrays_in', 'flat', 'clone_of', 'exchanged', 'moved_part', 'tail_of',
+           'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'has_nan', 'is_nan_in',
+           'Ruined', 'ruined_in', 'callers', 'walk_around', 'ruined_around', 'plays_around', 'NotSeen', 'tensor_digest',
+           'values_inside', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -164,7 +164,7 @@ class Absent:
 ABSENT = Absent()
 SMALL = 64 # entries of a container that is compared at both ends of every step
 
-class Place:
+class ValuePlace:
     "A place that holds values: a variable of a closure, the attributes of an object, a list, a dict."
     def __init__(self, obj, name: str): # what holds them; as the user would write it
         self.obj, self.name = obj, name
@@ -200,7 +200,7 @@ class Place:
         return [], ()
 
 # %% ../../nbs/guard/21_footprint.ipynb #9567fe06
-class Variable(Place):
+class Variable(ValuePlace):
     "A variable of a closure."
     def read(self): # a tuple of one
         "Return its value."
@@ -222,7 +222,7 @@ class Variable(Place):
         return self.labels(), content
 
 # %% ../../nbs/guard/21_footprint.ipynb #24790aea
-class Names(Place):
+class Names(ValuePlace):
     "Attributes of an object or a class, or variables of a module: those that the step's code names."
     def __init__(self, obj, name: str, names: Iterable[str], table: dict | None = None): # None: by setattr
         super().__init__(obj, name)
@@ -277,7 +277,7 @@ class Keys(Names):
         return [f"{self.name}[{k!r}]" for k in self.names]
 
 # %% ../../nbs/guard/21_footprint.ipynb #be15babf
-class Entries(Place):
+class Entries(ValuePlace):
     "A dict."
     def read(self): # tuple
         "Return all keys, then all values."
@@ -304,7 +304,7 @@ class Entries(Place):
         n = len(content) // 2
         return ([f"{self.name}[{k!r}]" for k in content[:n]], content[n:]) if n <= SMALL else ([], ())
 
-class Members(Place):
+class Members(ValuePlace):
     "A set."
     def write(self, content):
         "Refill it."
@@ -316,14 +316,14 @@ class Members(Place):
 
 # %% ../../nbs/guard/21_footprint.ipynb #c0un7d02
 def whole_numbers_in(
-    place: Place,
+    place: ValuePlace,
     content: tuple, # of its `read`
 ) -> dict[str, int]: # by name
     "Return the whole numbers that a place holds under names of their own: one may count the calls of a step."
     return {label: v for label, v in zip(*place.named(content)) if type(v) is int}
 
 def moved_in(
-    place: Place,
+    place: ValuePlace,
     content: tuple, # of its `read`
     by: Mapping[str, int], # by name
 ) -> tuple: # to write
@@ -666,9 +666,9 @@ class Walk:
     def __init__(self, steps: Sequence[Callable], known: Mapping[int, Any]): # by id, what is recorded without it
         self.home, self.known = package_of(steps[0]), known
         self.memory = {memory_of(t) for t in known.values() if isinstance(t, Tensor)} # of what is recorded without it
-        self.places: dict[Any, Place] = {} # by what they hold
-        self.shared: dict[int, Place] = {} # dicts and lists that are parts of the run
-        self.structure: dict[Any, Place] = {} # tables and modes of modules, gradients
+        self.places: dict[Any, ValuePlace] = {} # by what they hold
+        self.shared: dict[int, ValuePlace] = {} # dicts and lists that are parts of the run
+        self.structure: dict[Any, ValuePlace] = {} # tables and modes of modules, gradients
         self.leaves: dict[int, AnyLeaf] = {} # by id
         self.unrestorable: dict[int, Unrestorable] = {}
         self.unseen: dict[int, Unrestorable] = {} # what has no attributes that are seen
@@ -719,7 +719,7 @@ class Walk:
         "Note something that is written down as a whole."
         self.leaves[id(obj)] = leaf
 
-    def note_place(self, key, place: Place):
+    def note_place(self, key, place: ValuePlace):
         "Note a place that holds something: a variable, a container, attributes."
         self.places[key] = place
 
@@ -887,7 +887,7 @@ class StepWalk(Walk):
             for m in obj.modules(): self.look_inside_module(m, name)
         elif isinstance(obj, torch.optim.Optimizer): self.look_inside_optimizer(obj, name)
         elif isinstance(obj, dict): self.shared[id(obj)] = Entries(obj, name)
-        elif isinstance(obj, list): self.shared[id(obj)] = Place(obj, name)
+        elif isinstance(obj, list): self.shared[id(obj)] = ValuePlace(obj, name)
 
     def look_inside_module(self, m: nn.Module, name: str):
         "Look at the attributes that a module has beside parameters and buffers, such as the counts of a metric."
@@ -911,7 +911,7 @@ class StepWalk(Walk):
         kept = {k: v for k, v in table.items() if type(v) in PLAIN or isinstance(v, (Tensor, list, deque))}
         if kept: self.structure["inside", id(m)] = Names(m, name, kept, vars(m))
         for k, v in kept.items():
-            if isinstance(v, (list, deque)): self.structure[id(v)] = Place(v, f"{name}.{k}")
+            if isinstance(v, (list, deque)): self.structure[id(v)] = ValuePlace(v, f"{name}.{k}")
         inside = (*RANDOM, Tensor, np.ndarray)
         self.add(*[(v, f"{name}.{k}") for k, v in table.items() if isinstance(v, inside)])
 
@@ -933,9 +933,9 @@ class StepWalk(Walk):
 
     def look_at_container(self, obj, name: str):
         "Follow what is in a list, a dict, a set; of a long one the first and the last."
-        if isinstance(obj, dict): place: Place = Entries(obj, name)
+        if isinstance(obj, dict): place: ValuePlace = Entries(obj, name)
         elif isinstance(obj, set): place = Members(obj, name)
-        else: place = Place(obj, name)
+        else: place = ValuePlace(obj, name)
         if not isinstance(obj, tuple): self.note_place(id(obj), place)
         first = next(iter(place.values()[:1]), None)
         if len(obj) > 4 * SMALL and (is_plain(first) or isinstance(first, (tuple, Tensor))): return # by reference
@@ -1004,8 +1004,8 @@ def top_name(
 @dataclass(frozen=True)
 class Given:
     "What the loop has written since the step before: inputs of a step beside its batch."
-    places: tuple[tuple[Place, Any], ...] = () # place, what it holds
-    tails: tuple[tuple[Place, tuple], ...] = () # long list, what was appended
+    places: tuple[tuple[ValuePlace, Any], ...] = () # place, what it holds
+    tails: tuple[tuple[ValuePlace, tuple], ...] = () # long list, what was appended
     copies: tuple[tuple[AnyLeaf, Any], ...] = () # tensor or array in one of these, its values; it may be written later
     large: tuple[tuple[AnyLeaf, Any], ...] = () # one that is too large to be copied, its token
     kept: tuple[tuple[AnyLeaf, Any], ...] = () # tensor or array, its values; a generator, its state
@@ -1061,9 +1061,9 @@ def exchanged(
 
 # %% ../../nbs/guard/21_footprint.ipynb #f7670f7e
 def moved_part(
-    place: Place, # now
+    place: ValuePlace, # now
     old: tuple, # its sign before
-) -> Place: # for the entries that are others now, where that can be said
+) -> ValuePlace: # for the entries that are others now, where that can be said
     "Return the place of what was written."
     if isinstance(place, Names):
         moved = [k for k, v, then in zip(place.names, place.read(), old) if not alike((v,), (then,))]
@@ -1075,11 +1075,11 @@ def moved_part(
         (place.obj.get(k, ABSENT),), (then.get(k, ABSENT),))])
 
 def tail_of(
-    place: Place, # now
+    place: ValuePlace, # now
     old: tuple, # its sign before: length, first and last item
 ) -> tuple | None: # None: it was not only appended to
     "Return what was appended to a long list or deque."
-    if type(place) is not Place or len(old) != 3 or type(old[0]) is not int or old[0] <= SMALL: return None
+    if type(place) is not ValuePlace or len(old) != 3 or type(old[0]) is not int or old[0] <= SMALL: return None
     items, n = place.obj, len(place.obj)
     for k in range(1, min(n, SMALL) + 1):
         if items[-k] is not old[2]: continue
@@ -1210,7 +1210,7 @@ def marks_of(
 # %% ../../nbs/guard/21_footprint.ipynb #b34ca6de
 class FootprintState:
     "Everything that a step was found to refer to, as it was at one moment; it does not change any more."
-    def __init__(self, places: list[tuple[Place, tuple]], kept: list[Kept], baseline: tuple):
+    def __init__(self, places: list[tuple[ValuePlace, tuple]], kept: list[Kept], baseline: tuple):
         self.places, self.kept, self.baseline = places, kept, baseline
     def __deepcopy__(self, memo): return self
     def __eq__(self, other):
@@ -1232,7 +1232,7 @@ class Footprint:
         self.step, self.known = step, known
         self.steps = {code_of(step): step} # the latest of each kind: a lambda is another one for every batch
         self.last: dict[int, Kept] = {} # by id, what was copied last
-        self.by_loop: dict[str, Place] = {} # by name, variables and containers that the loop writes into
+        self.by_loop: dict[str, ValuePlace] = {} # by name, variables and containers that the loop writes into
         self.counters: set[str] = set() # names of what a replay leaves as it is, unlike the run
         self.stand_ins: dict[int, Any] = {} # in a replay, for what the loop has let go of or written, by id of that
         self.look()
@@ -1446,7 +1446,7 @@ def callers() -> list[FrameType]: # nearest first
     return found
 
 @contextmanager
-def loop_around(
+def walk_around(
     objects: Iterable, # parts of the run
     frames: list[FrameType], # of `callers`
 ) -> Iterator[tuple[Walk, LoopBody]]: # what it refers to; its frames are let go of in the end
@@ -1461,7 +1461,7 @@ def ruined_around(
 ) -> Ruined:
     "Return what the loop that this call comes from refers to beside the parts, with NaN in it."
     frames = callers()
-    with loop_around(objects, frames) as (walk, body): found = ruined_in(walk)
+    with walk_around(objects, frames) as (walk, body): found = ruined_in(walk)
     fleeting = {k for f, (_, at) in zip(frames, body.places) if at < 0 for k in f.f_locals} # as a loss, or a batch
     return found._replace(others=tuple(k for k in found.others if k not in fleeting))
 
@@ -1469,7 +1469,7 @@ def plays_around(
     objects: Iterable = (), # parts of the run
 ) -> bool:
     "Return whether the loop that this call comes from refers to an environment."
-    with loop_around(objects, callers()) as (walk, _): return walk.plays
+    with walk_around(objects, callers()) as (walk, _): return walk.plays
 
 # %% ../../nbs/guard/21_footprint.ipynb #3fab283e
 class NotSeen:

@@ -223,9 +223,8 @@ class Repairs:
         "Run a step, record it, and watch whether anything else writes into the state."
         with self.between.step(number):
             loss = self.recorder.run(step, batch, number, fetch, no_update, lr_factor, origin)
-        for s in list(self.recorder.steps)[-1:]:
-            s.writes = self.between.counts if s.number == number else None
-            s.copies = self.between.copies if s.number == number else {}
+        noted = self.recorder.steps[-1]
+        noted.writes, noted.copies = self.between.counts, self.between.copies
         return loss
 
     def is_due(self, number: int) -> bool: # calls of `watch`

@@ -363,16 +363,21 @@ class IncidentResponse:
         reason, response, budget = m.reasons[lane], self.response, self.run.budget
         if m.only: return m.only, m.only == "skip"
         if reason == "by hand": return ("replay" if config.replay and response.can_replay else "rollback"), True
-        patient, stats = response.patience(config) > 0, self.run.verdicts.stats
+        patient, can_skip = response.patience(config) > 0, self._can_skip(lane, m, config)
         same = patient and reason == "non-finite" and self.run.losses.watched <= budget.same_until[lane]
-        since_skip = 9 if patient else stats.judged[lane] - budget.skipped_at[lane]
-        can_skip = m.before_step and m.verdict is not None and blames_batch(config, m.verdict, lane, since_skip)
-        if can_skip and m.verdict and patient and reason == "explosion":
-            can_skip = is_extreme(stats, float(m.verdict.loss[lane]))
-        if can_skip: can_skip = not self.run.ranks.any([bool(self.run.snapshot.find_bad())])[0] # or the state is bad
         if same: return ("skip" if can_skip else "rollback"), True
         def can_lower(): return self.same.evaluate is None and response.scale(1., [lane])
         return budget.choose(config, lane, reason, can_skip, can_lower, response.can_replay), False
+
+    def _can_skip(self, lane: int, m: Moment, config: GovernorConfig) -> bool: # as in `choose`
+        "Whether the batch is to blame and can still be skipped, and the state is good."
+        if not m.before_step or m.verdict is None: return False
+        patient, stats = self.response.patience(config) > 0, self.run.verdicts.stats
+        since_skip = 9 if patient else stats.judged[lane] - self.run.budget.skipped_at[lane]
+        if not blames_batch(config, m.verdict, lane, since_skip): return False
+        explodes = patient and m.reasons[lane] == "explosion"
+        if explodes and not is_extreme(stats, float(m.verdict.loss[lane])): return False
+        return not self.run.ranks.any([bool(self.run.snapshot.find_bad())])[0]
 
     def _apply(
         self,
