@@ -250,7 +250,8 @@ class Signs:
         recent: Sequence[float] = (), # the latest losses, always
         aside: Callable[[], bool] = bool, # whether old weights are in place, with the Governor's own rates
     ):
-        self.batch, self.writes, self.recent, self.aside = batch, writes, recent, aside
+        self.batch, self.recent = batch, recent
+        self.writes, self.aside = writes, aside
         self.seen: deque[Sign] = deque(maxlen=256)
         self.watches = {id(o): StateWatch(partial(_owned, o)) for o in optimizers}
         self.memories = {id(o): Memories() for o in optimizers}
