@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import fork_ranks
 from torch import nn
 
 from benchmarks.foreign_bench import story_run
@@ -559,9 +559,7 @@ def test_hooks_are_gone_after_an_explanation():
     loop.gov.explain()
     assert [hooks(x) for x in (*loop.net.modules(), loop.opt)] == before
 
-def ranks_train(rank, world, folder, out, kind, fault):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+def ranks_train(rank, world, tell, kind, fault):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
     if kind == "fsdp":
@@ -586,12 +584,9 @@ def ranks_train(rank, world, folder, out, kind, fault):
     except GovernorStop: pass
     found = gov.explain()
     whole = [p.full_tensor() if kind == "fsdp" else p for p in net.parameters()]
-    out[rank] = dict(said=[(r.batch, r.reason, r.action, r.cause, r.why.split(";")[0], r.old_loss)
-                           for r in gov.reports],
-                     found=(found.cause, found.batches, found.recorded, found.replayed),
-                     weights=torch.cat([p.detach().flatten() for p in whole]))
-    dist.barrier()
-    dist.destroy_process_group()
+    tell(dict(said=[(r.batch, r.reason, r.action, r.cause, r.why.split(";")[0], r.old_loss) for r in gov.reports],
+              found=(found.cause, found.batches, found.recorded, found.replayed),
+              weights=torch.cat([p.detach().flatten() for p in whole])))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
@@ -599,12 +594,7 @@ def ranks_train(rank, world, folder, out, kind, fault):
 @pytest.mark.parametrize("fault", ["nan batch", "sign"])
 @pytest.mark.long("sign-ddp-4")
 def test_ranks_compare_weights_and_explain_together_and_stay_equal(tmp_path, kind, world, fault):
-    out = mp.Manager().dict()
-    context = mp.get_context("fork")
-    given = world, str(tmp_path), out, kind, fault
-    processes = [context.Process(target=ranks_train, args=(r, *given)) for r in range(world)]
-    for p in processes: p.start()
-    for p in processes: p.join(120)
+    out = fork_ranks(ranks_train, world, tmp_path, kind, fault)
     assert len(out) == world
     first = out[0]
     print(first["said"][0], first["found"][:2])
