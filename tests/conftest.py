@@ -146,6 +146,13 @@ def no_plays(monkeypatch):
 
 
 @pytest.fixture
+def no_pictures(monkeypatch):
+    "Pictures are empty files, and a report has none: to draw them takes longer than all that a small run trains."
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.write_bytes(b""))
+    monkeypatch.setattr("esper_nb.run.report.picture_html", lambda draw, alt: "")
+
+
+@pytest.fixture
 def plain_signals():
     "Signals as a process in the foreground has them; one started by nohup, or in the background, ignores some."
     plain = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
