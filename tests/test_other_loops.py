@@ -1317,6 +1317,7 @@ def test_sums_that_an_optimizer_keeps_at_its_parameters_go_back_with_it(way, at)
     assert report.cause == "external" and torch.equal(weight, train(False)[0]), str(report)
 
 
+@pytest.mark.slow
 def test_searches_in_vain_do_not_spare_the_one_after_an_explosion_with_a_sign():
     "A rate three hundredfold for five steps was accepted: earlier rises of this game had cost their searches."
     made, centers = torch.Generator().manual_seed(1), 2 * torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
