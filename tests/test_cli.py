@@ -146,7 +146,9 @@ def test_compare(tmp_path, capsys):
     with pytest.raises(SystemExit): main(["compare", "digits_impaired", "--jobs", "0", "--out", str(out)])
     assert "jobs" in capsys.readouterr().err
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["interrupt", "end"])
+@pytest.mark.parametrize("number, status", [
+    pytest.param(signal.SIGINT, 130, id="interrupt"),
+    pytest.param(signal.SIGTERM, 143, id="end", marks=pytest.mark.slow)])
 def test_a_comparison_that_is_stopped_says_what_it_keeps_and_goes_on_from_there(tmp_path, capsys, plain_signals, number,
                                                                                 status):
     words = ["compare", "digits_impaired", "--rules", "wait-only", "--seeds", "3", *SMALL]

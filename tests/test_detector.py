@@ -198,7 +198,7 @@ def test_without_a_chance_loss_there_is_no_collapse_and_the_absolute_limit_is_th
 @pytest.mark.parametrize("share,found", [(0., False), (.01, False), (.3, True)])
 def test_anomalies_between_healthy_losses_are_an_explosion_if_they_are_many(share, found):
     rng, answers = np.random.default_rng(3), set()
-    for _ in range(20):
+    for _ in range(8):
         s = learnt(steps=200)
         for bad in rng.random(100) < share:
             s, v = judge(s, 9. if bad else .9, DetectorConfig(rise=None, confirm=4))
