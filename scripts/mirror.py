@@ -28,6 +28,7 @@ def code_lines(source):
     return [line for line in source.splitlines() if line.strip() and not line.startswith("#|")]
 
 
+@cache
 def tree_of(source):
     "Return the syntax tree of a cell without its magics."
     return ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))
@@ -39,38 +40,38 @@ def ninth(values):
     return values[min(len(values) - 1, int(.9 * len(values)))]
 
 
-# --- tricks: ways to write less that cost the reader more
+# --- tricks: ways to write less that cost the reader more; each looks at all nodes of a cell, its module first
 
-def tuple_assignments(tree):
+def tuple_assignments(nodes):
     "Return assignments of four values or more to as many names at once."
-    return [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Tuple)
+    return [n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Tuple)
             and len(n.targets[0].elts) >= 4 and isinstance(n.value, ast.Tuple)]
 
 
-def named_lambdas(tree):
+def named_lambdas(nodes):
     "Return assignments of a lambda to a name."
     def values(n): return n.value.elts if isinstance(n.value, ast.Tuple) else [n.value]
-    return [n for n in ast.walk(tree) if isinstance(n, ast.Assign) and
+    return [n for n in nodes if isinstance(n, ast.Assign) and
             any(isinstance(v, ast.Lambda) for v in values(n))]
 
 
-def attached_methods(tree):
+def attached_methods(nodes):
     "Return assignments to an attribute of a class from outside its body."
     def on_class(t): return isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name) and t.value.id[:1].isupper()
     def targets(n): return [e for t in n.targets for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
-    return [n for n in tree.body if isinstance(n, ast.Assign) and any(map(on_class, targets(n)))]
+    return [n for n in nodes[0].body if isinstance(n, ast.Assign) and any(map(on_class, targets(n)))]
 
 
-def positional_records(tree):
+def positional_records(nodes):
     "Return calls of a class with more than six arguments by position."
-    return [n for n in ast.walk(tree) if isinstance(n, ast.Call) and len(n.args) > 6
+    return [n for n in nodes if isinstance(n, ast.Call) and len(n.args) > 6
             and isinstance(n.func, ast.Name) and n.func.id.lstrip("_")[:1].isupper()]
 
 
-def numbered_columns(tree):
+def numbered_columns(nodes):
     "Return columns of a table that are picked by a number above 2: `a[:, 7]`, `a[..., 3]`."
     def number(e): return isinstance(e, ast.Constant) and isinstance(e.value, int) and e.value > 2
-    return [n for n in ast.walk(tree) if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Tuple)
+    return [n for n in nodes if isinstance(n, ast.Subscript) and isinstance(n.slice, ast.Tuple)
             and any(number(e) for e in n.slice.elts)]
 
 
@@ -85,7 +86,8 @@ TRICKS = {
 def tricks(path):
     "Return 'package/page: trick: code' for each trick on a page."
     return [f"{path.parent.name}/{path.name}: {what}: {ast.unparse(node)[:80]}"
-            for source in page_sources(path) for what, find in TRICKS.items() for node in find(tree_of(source))]
+            for source in page_sources(path) for nodes in [[*ast.walk(tree_of(source))]]
+            for what, find in TRICKS.items() for node in find(nodes)]
 
 
 # --- pages

@@ -45,13 +45,14 @@ def leave_out_long(items):
         if any(mark.args[0] in item.callspec.id for mark in item.iter_markers("long")): item.add_marker(skip)
 
 
-# Those that take minutes: begun last, one of them would run alone at the end. Some of them wait, the next ones compute.
+# Those that take longest: begun last, one of them would run alone at the end. Some of them wait, the next ones compute.
 LONGEST = ["test_cluster", "test_exact", "test_workers_runs", "test_strangers", "test_dashboard_browser", "test_fits",
-           "test_workers", "test_plugins", "test_snippets", "test_causes", "test_pretended", "test_proofs"]
+           "test_workers", "test_plugins", "test_snippets", "test_causes", "test_other_loops", "test_pretended",
+           "test_proofs", "test_faults_runs", "test_trainer", "test_cli", "test_report", "test_envs"]
 
 
 def longest_first(paths):
-    "Return paths in their order, but those that take minutes first."
+    "Return paths in their order, but those that take longest first."
     return sorted(paths, key=lambda path: LONGEST.index(path.stem) if path.stem in LONGEST else len(LONGEST))
 
 
@@ -143,6 +144,13 @@ def no_plays(monkeypatch):
     monkeypatch.setattr(runs.Run, "finish", lambda run, **more: run)
     monkeypatch.setattr(runs, "comparison_text", lambda result: "")
     monkeypatch.setattr(runs.Run, "summary_text", lambda run, result: "")
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    "Pictures are empty files, and a report has none: to draw them takes longer than all that a small run trains."
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.write_bytes(b""))
+    monkeypatch.setattr("esper_nb.run.report.picture_html", lambda draw, alt: "")
 
 
 @pytest.fixture

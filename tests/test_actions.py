@@ -36,7 +36,7 @@ def epoch(model, g):
 def test_no_masked_draw_is_refused(rules, bound):
     model, space = world(rules=rules, max_seeds=bound)
     g, done = torch.Generator().manual_seed(0), torch.zeros(len(OPS), dtype=torch.long)
-    for t in range(200):
+    for t in range(100):
         if t % 50 == 0: model.reset(range(model.lanes), t)
         mask = space.mask(model)
         acts = draw_actions(space, mask, g)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import fork_ranks
 from torch import nn
+from tiny import fed, same, take, update
 
 from benchmarks.foreign_bench import story_run
 from esper_nb.guard import (
@@ -61,13 +62,6 @@ class Loop:
                               torch.get_rng_state(), numbers[1], numbers[2], random.getstate(), self.net.training,
                               [p.grad for p in self.net.parameters()], self.gov.snapshot.version,
                               {k: t.clone() for bank in self.gov.snapshot.banks.memory for k, t in bank.items()}])
-
-def same(a, b):
-    if isinstance(a, torch.Tensor): return torch.equal(a, b)
-    if isinstance(a, np.ndarray): return np.array_equal(a, b)
-    if isinstance(a, dict): return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 def bad(loop, k, xy): return (xy[0] * 1e4, xy[1]) if k == AT else xy
 def none(loop, k, xy): return (xy[0] * math.nan, xy[1]) if k == AT else xy
@@ -125,10 +119,7 @@ def test_a_step_that_does_harm_once_is_not_said_to_climb_at_every_step(monkeypat
     gov = Governor(net, opt, chance_loss=math.log(4), config=CONFIG.replace(explain_steps=0))
     def step(_):
         if count["k"] == 40: net[3].weight.data.mul_(300)
-        loss = F.cross_entropy(net(x), y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        loss = update(opt, F.cross_entropy(net(x), y))
         count["k"] += 1
         return loss
     for k in range(66): gov.run(step, k)
@@ -260,12 +251,7 @@ class Denoiser:
         x = torch.randn(n, 16, generator=g)
         return x, 1.5 * x[:, :6].sin().sum(1, keepdim=True) + .7 * torch.randn(n, 1, generator=g)
 
-    def step(self, xy):
-        loss = F.mse_loss(self.net(xy[0]), xy[1])
-        self.opt.zero_grad()
-        loss.backward()
-        self.opt.step()
-        return loss
+    def step(self, xy): return update(self.opt, F.mse_loss(self.net(xy[0]), xy[1]))
 
     def score(self, fault=None):
         "Held-out loss after 300 batches."
@@ -559,9 +545,7 @@ def test_hooks_are_gone_after_an_explanation():
     loop.gov.explain()
     assert [hooks(x) for x in (*loop.net.modules(), loop.opt)] == before
 
-def ranks_train(rank, world, folder, out, kind, fault):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+def ranks_train(rank, world, tell, kind, fault):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(.1), nn.Linear(32, 10))
     if kind == "fsdp":
@@ -586,12 +570,9 @@ def ranks_train(rank, world, folder, out, kind, fault):
     except GovernorStop: pass
     found = gov.explain()
     whole = [p.full_tensor() if kind == "fsdp" else p for p in net.parameters()]
-    out[rank] = dict(said=[(r.batch, r.reason, r.action, r.cause, r.why.split(";")[0], r.old_loss)
-                           for r in gov.reports],
-                     found=(found.cause, found.batches, found.recorded, found.replayed),
-                     weights=torch.cat([p.detach().flatten() for p in whole]))
-    dist.barrier()
-    dist.destroy_process_group()
+    tell(dict(said=[(r.batch, r.reason, r.action, r.cause, r.why.split(";")[0], r.old_loss) for r in gov.reports],
+              found=(found.cause, found.batches, found.recorded, found.replayed),
+              weights=torch.cat([p.detach().flatten() for p in whole])))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
@@ -599,12 +580,7 @@ def ranks_train(rank, world, folder, out, kind, fault):
 @pytest.mark.parametrize("fault", ["nan batch", "sign"])
 @pytest.mark.long("sign-ddp-4")
 def test_ranks_compare_weights_and_explain_together_and_stay_equal(tmp_path, kind, world, fault):
-    out = mp.Manager().dict()
-    context = mp.get_context("fork")
-    given = world, str(tmp_path), out, kind, fault
-    processes = [context.Process(target=ranks_train, args=(r, *given)) for r in range(world)]
-    for p in processes: p.start()
-    for p in processes: p.join(120)
+    out = fork_ranks(ranks_train, world, tmp_path, kind, fault)
     assert len(out) == world
     first = out[0]
     print(first["said"][0], first["found"][:2])
@@ -696,11 +672,7 @@ def run_with_evaluations(kind, every, guarded=True, fault=False):
     gov = Governor(net, opt, chance_loss=math.log(10)) if guarded else None
     def step(xy):
         opt.switch(train=True)
-        loss = F.cross_entropy(net(xy[0]), xy[1])
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        return loss
+        return update(opt, F.cross_entropy(net(xy[0]), xy[1]))
     for k in range(180):
         if k == 110 and fault: net[0].weight.data.mul_(300)
         if gov is None: step(batch(k))
@@ -725,20 +697,12 @@ def test_a_step_that_bears_no_other_precision_goes_on(by):
     net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10)).bfloat16()
     opt = torch.optim.AdamW(net.parameters(), lr=1e-2)
     gov = Governor(net, opt, chance_loss=math.log(10), config=CONFIG)
-    def step(xy):
-        loss = F.cross_entropy(net(xy[0].bfloat16()), xy[1])
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        return loss
+    def step(xy): return update(opt, F.cross_entropy(net(xy[0].bfloat16()), xy[1]))
     def given():
         for k in range(150):
             if k == AT: opt.param_groups[0]["lr"] = 1.
             yield batch(k)
-    if by == "run":
-        for xy in given(): gov.run(step, xy)
-    else:
-        for xy in gov.batches(given()): gov.watch(step(xy))
+    for xy in fed(gov, given(), by): take(gov, step, xy, by)
     assert "in float32" in [e.experiment for e in gov.reports[0].evidence] or by == "batches"
     assert gov.reports[0].cause == "rate"
 
@@ -756,11 +720,7 @@ def test_a_step_that_ruins_the_weights_every_time_is_not_looked_into_every_time(
     opt = torch.optim.SGD(net.parameters(), .1)
     def step(x):
         for p in net.parameters(): p.data.fill_(math.nan)
-        loss = net(x).square().mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        return loss
+        return update(opt, net(x).square().mean())
     governor = Governor(net, opt, chance_loss=None, config=GovernorConfig(rollbacks=1))
     with pytest.raises(GovernorStop, match="the run ruins itself again"):
         for x in torch.randn(99, 8, 4): governor.run(step, x)

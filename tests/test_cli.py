@@ -146,7 +146,9 @@ def test_compare(tmp_path, capsys):
     with pytest.raises(SystemExit): main(["compare", "digits_impaired", "--jobs", "0", "--out", str(out)])
     assert "jobs" in capsys.readouterr().err
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["interrupt", "end"])
+@pytest.mark.parametrize("number, status", [
+    pytest.param(signal.SIGINT, 130, id="interrupt"),
+    pytest.param(signal.SIGTERM, 143, id="end", marks=pytest.mark.slow)])
 def test_a_comparison_that_is_stopped_says_what_it_keeps_and_goes_on_from_there(tmp_path, capsys, plain_signals, number,
                                                                                 status):
     words = ["compare", "digits_impaired", "--rules", "wait-only", "--seeds", "3", *SMALL]
@@ -165,7 +167,7 @@ def test_a_comparison_that_is_stopped_says_what_it_keeps_and_goes_on_from_there(
     assert "seed 1: kept from before" in capsys.readouterr().err and not (tmp_path/"c.seeds").exists()
     assert {p.seed for p in Comparison.load(tmp_path/"c.json").plays} == {0, 1, 2}
 
-def test_fit(tmp_path, capsys):
+def test_fit(tmp_path, capsys, no_pictures):
     options = ["--set", "lanes=2", "--set", "epochs=2", "--inject", "nan:1:1"]
     assert main(["fit", "digits", *options, "--out", str(tmp_path)]) == 0
     rows = read_rows(tmp_path/"digits/rows.jsonl")
@@ -328,10 +330,11 @@ def test_tasks_are_told_in_words(capsys):
     assert "GPT" in rows["prose"] and "Config" not in "".join(rows.values())
 
 
-def test_signs_that_a_terminal_lacks_are_question_marks():
-    done = subprocess.run([sys.executable, "-m", "esper_nb", "tasks"], capture_output=True, encoding="ascii",
-                          env=os.environ | dict(PYTHONIOENCODING="ascii"))
-    assert done.returncode == 0 and "8 ? 8 digits" in done.stdout and not done.stderr
+def test_signs_that_a_terminal_lacks_are_question_marks(monkeypatch, capsys):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    assert main(["tasks"]) == 0
+    assert "8 ? 8 digits" in shown.getvalue().decode("ascii") and not capsys.readouterr().err
 
 
 def test_a_run_without_a_terminal_goes_on_to_its_end(tmp_path, monkeypatch):
@@ -343,7 +346,10 @@ def test_a_run_without_a_terminal_goes_on_to_its_end(tmp_path, monkeypatch):
 
 
 def test_docstrings_may_be_stripped(tmp_path):
-    code = f"from esper_nb.run.cli import main; raise SystemExit(main(['status', {str(tmp_path)!r}]))"
-    for code in (code, "from esper_nb import GrowVecEnv, train_ppo, compare_controllers, Dashboard, fit_run"):
-        done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
-        assert "Traceback" not in done.stderr, done.stderr
+    code = f"""
+from esper_nb.run.cli import main
+from esper_nb import GrowVecEnv, train_ppo, compare_controllers, Dashboard, fit_run
+raise SystemExit(main(["status", {str(tmp_path)!r}]))
+"""
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr, done.stderr

@@ -1,4 +1,5 @@
 "A cure names a cause only where changes of the same kind do not cure as well, and what nobody proved is not undone."
+import functools
 import math
 import random
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tiny import update
 
 from benchmarks import foreign_bench
 from esper_nb.guard import Governor
@@ -32,12 +34,7 @@ class Run:
             else: self.governor.watch(self.step((x, y)))
         self.governor.close()
 
-    def step(self, xy):
-        loss = F.cross_entropy(self.net(xy[0]), xy[1])
-        self.opt.zero_grad()
-        loss.backward()
-        self.opt.step()
-        return loss.detach()
+    def step(self, xy): return update(self.opt, F.cross_entropy(self.net(xy[0]), xy[1])).detach()
 
     @property
     def error(self):
@@ -46,11 +43,14 @@ class Run:
         return F.cross_entropy(self.net(x), y).item()
 
 
+@functools.cache
+def healthy(recorded): return Run(recorded=recorded)
+
 @pytest.mark.parametrize("count", [1, 20, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_burst_that_only_buffers_show_is_answered_once_and_named(count):
     "Batch norm hides it from every training loss; a network in evaluation mode would be ruined."
     odd = range(150, 150 + count)
-    run, clean = Run(odd), Run()
+    run, clean = Run(odd), healthy(True)
     report, = run.governor.reports
     assert report.cause == "data" and run.governor.explain().batches == tuple(odd)
     assert report.lost == (odd[0], odd[-1]) and run.error < clean.error + .1
@@ -58,7 +58,7 @@ def test_a_burst_that_only_buffers_show_is_answered_once_and_named(count):
 
 @pytest.mark.parametrize("count", [1, 20, 60])
 def test_a_burst_that_only_buffers_show_costs_a_watched_run_no_batch(count):
-    run, clean = Run(range(150, 150 + count), recorded=False), Run(recorded=False)
+    run, clean = Run(range(150, 150 + count), recorded=False), healthy(False)
     assert run.governor.reports and all(r.lost is None for r in run.governor.reports)
     assert run.error < clean.error + .1
 
@@ -71,11 +71,7 @@ def test_buffers_are_not_mended_without_the_weight_that_makes_them_overflow():
     for k in range(300):
         if k == 150: net[0].weight.data[3, 5] = 1e30
         x, y = batch(k)
-        loss = F.cross_entropy(net(x), y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        governor.watch(loss.detach())
+        governor.watch(update(opt, F.cross_entropy(net(x), y)).detach())
     report, = governor.reports
     assert report.reason == "state" and "model" in report.restored
     assert net[0].weight.abs().max() < 10 and net[1].running_var.isfinite().all()
@@ -97,11 +93,7 @@ def test_what_a_step_draws_for_itself_is_not_called_data():
 
     def step(xy):
         if dice.random() < .004: state["drop"] = .9
-        loss = F.cross_entropy(net(F.dropout(xy[0], state["drop"])), xy[1])
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        return loss
+        return update(opt, F.cross_entropy(net(F.dropout(xy[0], state["drop"])), xy[1]))
 
     for k in range(400): governor.run(step, batch(k))
     assert state["drop"] == .9, "the dice have fallen"

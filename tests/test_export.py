@@ -199,7 +199,8 @@ def test_numbers_that_are_not_finite_are_refused_by_name(where):
 
 # ---- where it goes
 
-@pytest.mark.parametrize("kind", ["cnn", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
 def test_it_lives_without_this_package(kind, tmp_path):
     "Pickled whole, and as a program of `torch.export`: read by a process that cannot import us."
     names = ["conv_heavy", "attention"] if kind == "cnn" else ["mlp_small", "attention"]

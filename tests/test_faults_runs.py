@@ -44,7 +44,7 @@ def whole(tmp_path_factory):
     return run
 
 @pytest.fixture
-def short(tmp_path):
+def short(tmp_path, no_pictures):
     "A run of one update of three."
     run = begin_run(RECIPE, tmp_path/"runs")
     for _ in run.updates(): break

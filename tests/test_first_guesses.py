@@ -46,7 +46,8 @@ def command(folder, *words):
     return subprocess.run(asked, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("plugin", [pytest.param("my_nets.py", marks=pytest.mark.slow), "my_nets"])
+@pytest.mark.slow
+@pytest.mark.parametrize("plugin", ["my_nets.py", "my_nets"])
 def test_a_plugin_names_its_own_function(tmp_path, plugin):
     (tmp_path/"my_nets.py").write_text(MY_NETS)
     done = command(tmp_path, "tasks", "--import", plugin)
@@ -203,7 +204,7 @@ def test_two_threads_do_not_train_one_population():
     assert pop.epoch.tolist() == [1, 1] and [r.epoch for r in fit(pop)] == [1, 2] # and goes on afterwards
 
 
-def test_rows_are_read_from_the_folder_of_a_run(tmp_path):
+def test_rows_are_read_from_the_folder_of_a_run(tmp_path, no_pictures):
     run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), tmp_path, made={})
     assert len([run.log({"acc, %": 97.}, gap=1) for _ in run.epochs()]) == 1
     assert read_rows(tmp_path/"digits") == read_rows(tmp_path/"digits"/"rows.jsonl") != []

@@ -16,7 +16,7 @@ from esper_nb.run import Comparison, begin_fit, fit_run, main, open_fit
 from esper_nb.show import plot_run
 from esper_nb.train import Fault, FitConfig, get_task, new_population
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 SMALL = FitConfig(lanes=2, epochs=5, workers=1)
 # the second fault's rollback goes back to a state that was taken before the stop
 FAULTS = (Fault("nan", lane=0, epoch=1, batch=1), Fault("nan", lane=1, epoch=3))
@@ -50,11 +50,6 @@ def same(a, b):
     return timeless(a.folder.rows()) == timeless(b.folder.rows()) and all(torch.equal(x[k], y[k]) for k in x)
 
 def again(run): return open_fit(run.folder.path, small(), Gardener())
-
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch):
-    "Drawing takes longer than all epochs."
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.write_bytes(b""))
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):

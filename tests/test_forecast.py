@@ -61,6 +61,7 @@ def test_a_forecaster_speaks_once_of_lanes_where_nothing_grows():
     assert [{w.lane for w in r.forecast} for r in fit(pop)] == [{1}, set(), set()]
 
 
+@pytest.mark.slow
 def test_what_seeds_are_worth_is_played_to_the_end():
     looks, worth = play_seeds("digits_impaired", SEEDS, CONFIG.replace(epochs=5, lanes=4), plays=1)
     assert looks.shape == (4, 2 + 4 * 3) and worth.shape == (4, 2) # loss, accuracy, four signals of three slots

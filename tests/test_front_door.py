@@ -4,13 +4,17 @@ import importlib
 import inspect
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from scripts.notebooks import LAYERS, LIB, NBS, ROOT, cells, exported_names, offered_names, stale_stubs
 
 import esper_nb
 
-NAMES, WHERE = offered_names((LIB/"__init__.pyi").read_text(encoding="utf-8")), exported_names()
+NAMES = offered_names((LIB/"__init__.pyi").read_text(encoding="utf-8"))
+
+@cache # not at import: every worker imports this file, and one of them runs it
+def where(): return exported_names()
 
 
 def run_python(code):
@@ -23,9 +27,9 @@ def run_python(code):
 def test_every_name_is_what_its_module_defines():
     assert NAMES and sorted(NAMES) == esper_nb.__all__
     wrong = [f"no module makes {name} any more: python scripts/notebooks.py door no:{name}"
-             for name in NAMES if name not in WHERE]
-    for name in (n for n in NAMES if n in WHERE):
-        module, found = importlib.import_module(f"esper_nb.{WHERE[name]}"), getattr(esper_nb, name)
+             for name in NAMES if name not in where()]
+    for name in (n for n in NAMES if n in where()):
+        module, found = importlib.import_module(f"esper_nb.{where()[name]}"), getattr(esper_nb, name)
         made_in = getattr(found, "__module__", module.__name__)
         if found is not getattr(module, name) or made_in.startswith("esper_nb.") and made_in != module.__name__:
             wrong.append(f"{name} is not the one that {module.__name__} defines")
@@ -41,7 +45,7 @@ def test_a_package_offers_every_public_name_of_its_modules():
     wrong = []
     for package in LAYERS:
         front = importlib.import_module(f"esper_nb.{package}")
-        modules = {n: m for n, m in WHERE.items() if m.startswith(f"{package}.")}
+        modules = {n: m for n, m in where().items() if m.startswith(f"{package}.")}
         assert sorted(front.__all__) == sorted(modules)
         wrong += [n for n, m in modules.items()
                   if getattr(front, n) is not getattr(importlib.import_module(f"esper_nb.{m}"), n)]
@@ -79,7 +83,7 @@ def test_a_wrong_name_is_refused_with_the_right_one():
 
 
 def test_names_keep_their_help():
-    governor = importlib.import_module(f"esper_nb.{WHERE['Governor']}").Governor
+    governor = importlib.import_module(f"esper_nb.{where()['Governor']}").Governor
     assert inspect.signature(esper_nb.Governor) == inspect.signature(governor)
     assert "front door" in esper_nb.__doc__
 
@@ -108,5 +112,5 @@ warnings.simplefilter("error", UserWarning)
 spec = gymnasium.spec("esper_nb/Grow-v0")
 print([k for k in gymnasium.registry if k.startswith("esper_nb")], spec.entry_point, spec.vector_entry_point)
 """)[0]
-    entries = [f"esper_nb.{WHERE[name]}:{name}" for name in ("GrowEnv", "GrowVecEnv")]
+    entries = [f"esper_nb.{where()[name]}:{name}" for name in ("GrowEnv", "GrowVecEnv")]
     assert said.split() == ["['esper_nb/Grow-v0']", *entries]

@@ -6,9 +6,9 @@ import warnings
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import fork_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -459,9 +459,7 @@ def test_a_step_that_raises_leaves_nothing_for_the_next_one():
 
 # --- ranks
 
-def rank_of(rank, folder, out, kind):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=2)
+def rank_of(rank, world, tell, kind):
     net = network()
     if kind == "ddp":
         model, group = nn.parallel.DistributedDataParallel(net), None
@@ -484,16 +482,11 @@ def rank_of(rank, folder, out, kind):
         before = weights()
         opt.step()
         moved.append(not same(before, weights()))
-    out[rank] = [w.tolist() for w in weights()], [tuple(e) for e in gate.take_events()], moved
-    torch.distributed.destroy_process_group()
+    tell(([w.tolist() for w in weights()], [tuple(e) for e in gate.take_events()], moved))
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "alone"])
 def test_ranks_decide_alike(kind, tmp_path):
-    context, out = mp.get_context("fork"), mp.Manager().dict()
-    processes = [context.Process(target=rank_of, args=(r, tmp_path, out, kind)) for r in range(2)]
-    for p in processes: p.start()
-    for p in processes: p.join()
-    (weights, events, moved), (theirs, others, _) = out[0], out[1]
+    (weights, events, moved), (theirs, others, _) = fork_ranks(rank_of, 2, tmp_path, kind)
     if kind != "alone": assert weights == theirs
     assert [(e[1], e[2], e[5]) for e in events] == [(e[1], e[2], e[5]) for e in others]
     assert [(e[1], e[2]) for e in events] == [(50, "dropped"), (55, "scaled")]

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from tiny import update
 
 from esper_nb.core import by_lane, LaneLinear
 from esper_nb.guard import GOVERNOR_PRESETS, Governor, GovernorConfig, GovernorStop, scale_lr
@@ -137,10 +138,7 @@ def normalized(at, watch):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     opt = torch.optim.SGD(net.parameters(), lr=.01)
-    def step(x):
-        loss = net(x).square().mean()
-        opt.zero_grad(); loss.backward(); opt.step()
-        return loss
+    def step(x): return update(opt, net(x).square().mean())
     gov = Governor(net, opt, chance_loss=None) if watch else None
     for k in range(240):
         x = torch.randn(16, 4, generator=torch.Generator().manual_seed(k)) + 1e4 * (k in at)
@@ -467,10 +465,7 @@ def test_cuda_a_weight_that_was_overwritten_is_one_incident_although_losses_wait
     data = [(x.cuda(), y.cuda()) for x, y in zip(centers[kinds] + torch.randn(90, 64, 64), kinds)]
     opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
     governor = Governor(net, opt, chance_loss=CHANCE, config=GovernorConfig(snapshot_every=20, probation=20))
-    def step(batch):
-        loss = F.cross_entropy(net(batch[0]), batch[1])
-        opt.zero_grad(); loss.backward(); opt.step()
-        return loss
+    def step(batch): return update(opt, F.cross_entropy(net(batch[0]), batch[1]))
     for t, batch in enumerate(data):
         if t == 64: # the batch before was judged with seven others, and the next seven wait
             with torch.no_grad(): net[2].weight[0, 0] = math.nan
@@ -501,8 +496,7 @@ def corrupted_run(config, corrupt=(180,), kind="huge", steps=260):
     if gov.snapshot.background: gov.snapshot.background.least = 0
     for t in range(steps):
         x, y = batch(g)
-        loss = F.cross_entropy(net(x), y)
-        opt.zero_grad(); loss.backward(); opt.step()
+        loss = update(opt, F.cross_entropy(net(x), y))
         if t in corrupt:
             with torch.no_grad(): net[2].weight[0, 0] = math.nan if kind == "nan" else 1e4
         gov.watch(loss)
@@ -561,8 +555,7 @@ def test_corrupted_moments_are_restored_and_no_batch_is_lost():
     gov = Governor(net, opt, chance_loss=None, config=GovernorConfig(snapshot_every=10, probation=10))
     for t in range(60):
         if t == 35: opt.state[net.weight]["exp_avg_sq"][0, 0] = math.inf
-        loss = net(torch.randn(16, 4)).square().mean() + 1
-        opt.zero_grad(); loss.backward(); opt.step()
+        loss = update(opt, net(torch.randn(16, 4)).square().mean() + 1)
         before = net.bias.detach().clone()
         gov.watch(loss)
         assert torch.equal(net.bias, before), "weights stay where they are"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tiny import update
 
 from benchmarks.healthy_loops import LOOPS, run as run_loop
 from benchmarks.healthy_losses import CHANCE, HEALTHY
@@ -135,9 +136,7 @@ def test_a_burst_does_not_use_up_the_budget(bad):
     for k in range(400):
         x, y = torch.randn(16, 4), torch.randint(0, 3, (16,))
         if 200 <= k < 200 + bad: x = x * math.nan
-        loss = F.cross_entropy(net(x), y)
-        opt.zero_grad(); loss.backward(); opt.step()
-        gov.watch(loss)
+        gov.watch(update(opt, F.cross_entropy(net(x), y)))
     assert len(gov.reports) == bad // 48 # the gate has dropped all of these updates
     assert gov.budget.ever[0] <= 1 + bad // 48 and net.weight.isfinite().all()
     assert not gov.stopped[0]
@@ -158,8 +157,7 @@ def test_wrong_labels_for_a_while_do_not_stop_a_run():
     for k in range(500):
         y = torch.randint(0, 10, (64,)); x = centers[y] + .5 * torch.randn(64, 16)
         if 300 <= k < 360: y = y[torch.randperm(64)]
-        loss = F.cross_entropy(net(x), y)
-        opt.zero_grad(); loss.backward(); opt.step()
+        loss = update(opt, F.cross_entropy(net(x), y))
         gov.watch(loss)
     assert not gov.stopped[0] and loss.item() < .5, str(gov.summary())
 
@@ -237,11 +235,7 @@ def test_of_a_model_that_is_not_handed_over_what_is_trained_is_restored_and_the_
     gov = Governor(opt, chance_loss=None, config=GovernorConfig(stop_raises=False))
     for i in range(450):
         if i == 100: net[where].weight.data.fill_(math.nan)
-        loss = net(torch.randn(8, 4)).square().mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        gov.watch(loss)
+        gov.watch(update(opt, net(torch.randn(8, 4)).square().mean()))
     assert [r.action for r in gov.reports] == does
     assert net[1].weight.isfinite().all() # no update of a loss that is NaN has happened
     if where == 0: assert "net.0.weight has NaN in it" in gov.reports[0].why

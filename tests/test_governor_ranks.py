@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import fork_ranks
 from torch import nn
 
 from benchmarks.faults import PlainState, PlainStepper
@@ -39,9 +39,7 @@ def ruin(fault, net, opt, x):
         if fault == "forgotten": weight.zero_()
     return x
 
-def train(rank, world, folder, out, fault, bad_rank, form, kind, steps=120):  # noqa: PLR0913
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+def train(rank, world, tell, fault, bad_rank, form, kind, steps=120):
     net = network()
     if kind == "fsdp":
         from torch.distributed.fsdp import fully_shard
@@ -66,23 +64,9 @@ def train(rank, world, folder, out, fault, bad_rank, form, kind, steps=120):  # 
             gov.watch(loss)
     except GovernorStop: pass
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
-    out[rank] = dict(reports=[(r.batch, r.reason, r.action, r.rank) for r in gov.reports],
-                     weights=torch.cat([p.detach().flatten() for p in whole]), exchanges=gov.ranks.exchanges,
-                     watched=gov.watched)
-    dist.barrier()
-    dist.destroy_process_group()
-
-def run(world, tmp_path, *args, target=train, seconds=120):
-    manager = mp.Manager()
-    out = manager.dict()
-    context = mp.get_context("fork")
-    processes = [context.Process(target=target, args=(r, world, str(tmp_path), out, *args)) for r in range(world)]
-    for p in processes: p.start()
-    for p in processes: p.join(seconds)
-    alive = [p.pid for p in processes if p.is_alive()]
-    for p in processes: p.kill()
-    assert not alive, "a rank hangs"
-    return [out[r] for r in range(world) if r in out]
+    tell(dict(reports=[(r.batch, r.reason, r.action, r.rank) for r in gov.reports],
+              weights=torch.cat([p.detach().flatten() for p in whole]), exchanges=gov.ranks.exchanges,
+              watched=gov.watched))
 
 FAULTS = ("nan batch", "huge batch", "nan weight", "weights × 300", "forgotten")
 
@@ -91,7 +75,7 @@ FAULTS = ("nan batch", "huge batch", "nan weight", "weights × 300", "forgotten"
     (4, "nan batch", 2, "watch"), (4, "nan weight", 3, "step"),
     pytest.param(4, "weights × 300", 0, "watch", marks=pytest.mark.slow)])
 def test_ddp_ranks_do_the_same_and_end_equal_to_the_bit(tmp_path, world, fault, bad_rank, form):
-    done = run(world, tmp_path, fault, bad_rank, form, "ddp")
+    done = fork_ranks(train, world, tmp_path, fault, bad_rank, form, "ddp")
     assert len(done) == world
     assert all(d["reports"] == done[0]["reports"] for d in done), [d["reports"] for d in done]
     assert all(torch.equal(d["weights"], done[0]["weights"]) for d in done)
@@ -140,20 +124,16 @@ def ruined_run(rank, fault, bad_rank, healthy, begin=50, last=70, steps=150):
     return dict(reports=[(r.batch, r.reason, r.action) for r in gov.reports], weights=weights, momentum=momentum,
                 loss=F.cross_entropy(net(x), y).item(), watched=gov.watched)
 
-def every_fault(rank, world, folder, out):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+def every_fault(rank, world, tell):
     net, _, opt, gov = trained(rank, started(), range(50))
     healthy = copy.deepcopy([part.state_dict() for part in (net, opt, gov)])
-    out[rank] = {(fault, bad): ruined_run(rank, fault, bad, healthy) for fault in list_faults() for bad in range(world)}
-    dist.barrier()
-    dist.destroy_process_group()
+    tell({(fault, bad): ruined_run(rank, fault, bad, healthy) for fault in list_faults() for bad in range(world)})
 
 @pytest.mark.slow
 @pytest.mark.long("4")
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_fault_on_every_rank_leaves_equal_ranks(tmp_path, world):
-    done = run(world, tmp_path, target=every_fault, seconds=600)
+    done = fork_ranks(every_fault, world, tmp_path, seconds=600)
     assert len(done) == world and len(done[0]) == 6 * world
     for case, first in done[0].items():
         for other in done[1:]:
@@ -167,38 +147,34 @@ def test_every_fault_on_every_rank_leaves_equal_ranks(tmp_path, world):
 @pytest.mark.parametrize("fault,bad_rank,form", [("nan batch", 1, "watch"), ("nan weight", 0, "watch"),
                                                  pytest.param("nan batch", 0, "step", marks=pytest.mark.slow)])
 def test_shards_are_kept_and_put_back(tmp_path, fault, bad_rank, form):
-    done = run(2, tmp_path, fault, bad_rank, form, "fsdp")
+    done = fork_ranks(train, 2, tmp_path, fault, bad_rank, form, "fsdp")
     assert len(done) == 2 and done[0]["reports"] == done[1]["reports"] and done[0]["reports"]
     assert torch.equal(done[0]["weights"], done[1]["weights"]) and done[0]["weights"].isfinite().all()
 
 def test_a_healthy_run_on_two_ranks_is_the_run_alone_to_the_bit(tmp_path):
     for form in ("watch", "step"):
         (tmp_path/form).mkdir()
-        done = run(2, tmp_path/form, None, -1, form, "ddp", 60)
+        done = fork_ranks(train, 2, tmp_path/form, None, -1, form, "ddp", 60)
         assert [d["reports"] for d in done] == [[], []] and done[0]["exchanges"] <= done[0]["watched"] + 60 // 10 + 2
 
-def stays_away(rank, world, folder, out):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+def stays_away(rank, world, tell):
     gov = Governor(network(), chance_loss=math.log(10), config=CONFIG, timeout=20.)
     start = time.monotonic()
     try:
         for step in range(50):
             if rank == world - 1 and step == 20: os._exit(0) # it dies without a word
             gov.watch(.9)
-    except RuntimeError as e: out[rank] = (str(e), time.monotonic() - start)
+    except RuntimeError as e: tell((str(e), time.monotonic() - start))
     os._exit(0)
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_that_is_gone_is_named_and_nobody_hangs(tmp_path, world):
-    said = run(world, tmp_path, target=stays_away)
+    said = fork_ranks(stays_away, world, tmp_path)
     assert len(said) == world - 1
     for text, seconds in said:
         assert f"rank {world - 1} of {world} is gone" in text and seconds < 40, (text, seconds)
 
-def fails_inside_a_step(rank, world, folder, out, how, form):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+def fails_inside_a_step(rank, world, tell, how, form):
     net = network()
     model = nn.parallel.DistributedDataParallel(net)
     opt = torch.optim.SGD(net.parameters(), lr=.1)
@@ -217,48 +193,38 @@ def fails_inside_a_step(rank, world, folder, out, how, form):
             if form == "run": gov.run(step, batch(k, rank))
             else:
                 with gov.step(): step(batch(k, rank))
-    except Exception as e: out[rank] = f"{type(e).__name__}: {e}"
+    except Exception as e: tell(f"{type(e).__name__}: {e}")
     os._exit(0)
 
 @pytest.mark.parametrize("how,form", [
     ("dies", "run"), ("raises", "run"), pytest.param("dies", "step", marks=pytest.mark.slow)])
 def test_a_rank_that_fails_inside_a_step_is_named(tmp_path, how, form):
-    said = mp.Manager().dict()
-    context = mp.get_context("fork")
-    given = str(tmp_path), said, how, form
-    processes = [context.Process(target=fails_inside_a_step, args=(r, 2, *given)) for r in range(2)]
-    for p in processes: p.start()
-    for p in processes: p.join(60)
-    assert not any(p.is_alive() for p in processes)
+    said = fork_ranks(fails_inside_a_step, 2, tmp_path, how, form)
     wanted = "rank 1 of 2 is gone: rank 0 cannot end step 5" if how == "dies" else \
         "rank 1 of 2 raised ValueError: shard 7 cannot be read: rank 0 cannot end step 5"
     assert wanted in said[0], said[0]
     if how == "raises": assert said[1] == "ValueError: shard 7 cannot be read" # its own error stays as it is
 
-def all_see_nan(rank, world, folder, out):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+def all_see_nan(rank, world, tell):
     gov = Governor(network(), chance_loss=math.log(10), config=CONFIG)
     for k in range(30): gov.watch(math.nan if k == 20 else .9)
-    out[rank] = [(r.reason, r.rank) for r in gov.reports]
-    dist.barrier()
-    dist.destroy_process_group()
+    tell([(r.reason, r.rank) for r in gov.reports])
 
 def test_where_all_ranks_see_nan_none_is_blamed(tmp_path):
-    assert run(2, tmp_path, target=all_see_nan) == [[("non-finite", None)]] * 2
+    assert fork_ranks(all_see_nan, 2, tmp_path) == [[("non-finite", None)]] * 2
 
-def sleeps(rank, world, folder, out):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=world)
+def sleeps(rank, world, tell):
     gov = Governor(network(), chance_loss=math.log(10), config=CONFIG, timeout=2.)
     try:
         for step in range(10):
             if rank == 1 and step == 5: time.sleep(15)
             gov.watch(.9)
-    except RuntimeError as e: out[rank] = str(e)
+    except RuntimeError as e: tell(str(e))
     os._exit(0)
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_given_up(tmp_path):
-    said = run(2, tmp_path, target=sleeps)
+    said = fork_ranks(sleeps, 2, tmp_path)
     assert said and "rank 1 of 2 is gone" in said[0]
 
 def test_one_process_stays_off_the_network():

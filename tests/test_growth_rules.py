@@ -26,7 +26,7 @@ def table(monkeypatch):
     GROWTH_RULES.update(before)
 
 
-def test_a_rule_of_your_own_is_one_row_and_stands_in_table_and_report(tmp_path, capsys, table):
+def test_a_rule_of_your_own_is_one_row_and_stands_in_table_and_report(tmp_path, capsys, table, no_pictures):
     plugin, out = tmp_path/"mine.py", tmp_path/"c.json"
     plugin.write_text(PLUGIN)
     assert main(["compare", "digits_impaired", "--import", str(plugin), "--rules", "first, random", "--seeds", "1",

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from tiny import update
 
 from esper_nb.guard import causes
 from esper_nb.guard.footprint import ruined_around
@@ -34,7 +35,7 @@ def spoil(net, k, fault):
     if fault == "nan" and k == 100: net[0].weight.data[0, 0] = math.nan
     if fault == "dead" and k == 100: net[0].weight.data.mul_(1e-3)
 
-def train(make_loader, guarded, fault=None, epochs=5, every=1):
+def train(make_loader, guarded, fault=None, epochs=3, every=1):
     "A loop of a user: counters, accumulation, a schedule; returns what it has counted beside its parts."
     net, opt, clock = made()
     loader = make_loader()
@@ -79,7 +80,7 @@ def a_list(): return [digits()[32 * k:32 * k + 32] for k in range(64)]
 @pytest.mark.parametrize("make", [shuffled, two_workers, iterable, a_list])
 @pytest.mark.parametrize("every", [1, 4])
 def test_a_healthy_loop_is_as_if_nobody_watched(make, every):
-    alone, guarded = train(make, False, every=every, epochs=3), train(make, True, every=every, epochs=3)
+    alone, guarded = train(make, False, every=every), train(make, True, every=every)
     assert equal(alone, guarded)
     assert guarded["governor"].repairs.dry.exact, guarded["governor"].repairs.dry.why
     assert not guarded["governor"].reports
@@ -117,11 +118,7 @@ def test_replaying_is_told(tmp_path):
             yield batch
     for x, y in governor.batches(source()):
         with told.open("a", encoding="utf-8") as out: out.write(f"{governor.replaying:d}")
-        loss = nn.functional.cross_entropy(net(x), y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        governor.watch(loss)
+        governor.watch(update(opt, nn.functional.cross_entropy(net(x), y)))
     assert not governor.replaying
     flags = told.read_text(encoding="utf-8")
     assert flags.count("0") == 64 and flags.count("1") > 60, flags # every batch once; the incident was replayed
@@ -132,10 +129,7 @@ def test_behind_the_loop_its_variables_are_those_of_its_last_batch():
     governor, losses = Governor(net, opt, chance_loss=math.log(4), config=QUIET), []
     for epoch in range(4):
         for i, (x, y) in governor.batches(enumerate(DataLoader(digits(50 * 32), 32))):
-            loss = nn.functional.cross_entropy(net(x), y)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
+            loss = update(opt, nn.functional.cross_entropy(net(x), y))
             governor.watch(loss)
             if not governor.replaying: losses.append(loss.item())
         assert (i, loss.item(), len(losses)) == (49, losses[-1], 50 * epoch + 50)
@@ -146,10 +140,7 @@ def test_a_loop_that_is_left_ends_cleanly():
     net, opt, _ = made()
     governor = Governor(net, opt, chance_loss=None, config=QUIET)
     for x, y in governor.batches(a_list()): # a count around it would count repeated steps, too
-        loss = nn.functional.cross_entropy(net(x), y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        loss = update(opt, nn.functional.cross_entropy(net(x), y))
         governor.watch(loss)
         if governor.watched == 20: break
     assert governor.watched == 21 and governor.loop is None
@@ -185,11 +176,7 @@ def test_a_batch_that_has_left_its_loop_is_not_run_again_in_the_next(fault, leng
             yield torch.randn(8, 4)
     for epoch in range(240 // length):
         for i, x in governor.batches(enumerate(feed(epoch))):
-            loss = sign["now"] * nn.functional.cross_entropy(net(x), (x.sum(1) > 0).long())
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            governor.watch(loss)
+            governor.watch(update(opt, sign["now"] * nn.functional.cross_entropy(net(x), (x.sum(1) > 0).long())))
             if i == length - 1: break
     assert [drawn.count(k) for k in range(240 // length)] == [length] * (240 // length)
     assert net.weight.isfinite().all() and len(governor.reports) >= (fault == "nan")
@@ -205,11 +192,7 @@ def test_a_loop_that_is_left_by_break_again_and_again_is_told_what_that_costs(en
         rows = torch.randn(20, 8, 4)
         for i, x in governor.batches([*enumerate(rows if ends == "break" else rows[:10])]):
             if governor.watched == 150 and not governor.replaying: net.weight.data[0, 0] = math.nan
-            loss = nn.functional.cross_entropy(net(x), (x.sum(1) > 0).long())
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            governor.watch(loss)
+            governor.watch(update(opt, nn.functional.cross_entropy(net(x), (x.sum(1) > 0).long())))
             if ends == "break" and i == 9: break
     report, = governor.reports
     said = [text for text in governor.summary().remarks if "`break`" in text]
@@ -226,10 +209,7 @@ def test_a_checkpoint_of_the_body_has_the_loss_of_its_batch():
             governor.load_state_dict(saved[3])
             torch.set_rng_state(saved[4])
         for x, y in governor.batches(a_list()[batches]):
-            loss = nn.functional.cross_entropy(net(x), y)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
+            loss = update(opt, nn.functional.cross_entropy(net(x), y))
             schedule.step()
             governor.watch(loss)
             if stop is not None and governor.watched == stop and not governor.replaying:
@@ -248,11 +228,7 @@ def test_a_loop_that_has_ended_well_can_be_asked_and_answers_what_it_knows():
     net, opt, _ = made()
     governor = Governor(net, opt, chance_loss=None, config=QUIET)
     for x, y in governor.batches(a_list()):
-        loss = nn.functional.cross_entropy(net(x), y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        governor.watch(loss)
+        governor.watch(update(opt, nn.functional.cross_entropy(net(x), y)))
     found = governor.explain()
     assert found.cause == "unknown" and "nothing was acted on" in found.why and "inside of the loop" in found.why
     assert found.last == 63 and governor.watched == 64
@@ -273,11 +249,7 @@ def test_a_step_that_cannot_be_repeated_is_only_watched():
     others, drawn = iter(range(1000)), []
     for x, y in governor.batches(a_list()):
         drawn.append(next(others))
-        loss = nn.functional.cross_entropy(net(x), y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        governor.watch(loss)
+        governor.watch(update(opt, nn.functional.cross_entropy(net(x), y)))
     assert drawn == list(range(64))
     assert "`others` (an iterator)" in governor.repairs.dry.why
 
@@ -302,11 +274,7 @@ def test_large_batches_are_kept_by_their_indices():
     for _ in range(2):
         for k, (x, y) in enumerate(governor.batches(loader)):
             if k == 40: net[0].weight.data.mul_(1e-3)
-            loss = nn.functional.cross_entropy(net(x), y)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            governor.watch(loss)
+            governor.watch(update(opt, nn.functional.cross_entropy(net(x), y)))
     recorder = governor.recorder
     assert recorder.held <= recorder.nbytes and len(recorder.steps) > 11
     assert sum(s.fetch is not None for s in recorder.steps) > 5
@@ -327,10 +295,7 @@ def test_a_loop_in_a_generator_of_the_user_is_a_loop():
                 if ruined: spoil(net, k - 40 + 100, "nan")
                 yield batch
         for x, y in counted(governor.batches(source()) if guarded else source(), told):
-            loss = nn.functional.cross_entropy(net(x), y)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
+            loss = update(opt, nn.functional.cross_entropy(net(x), y))
             seen += 1
             if guarded: governor.watch(loss)
         assert [r.cause for r in governor.reports] == ["external"] * ruined, [*map(str, governor.reports)]
@@ -354,10 +319,7 @@ def test_examples_that_caused_an_incident_are_left_out_of_later_batches():
     for epoch in range(3):
         sizes = []
         for x, y in governor.batches(DataLoader(data, 32, shuffle=True)):
-            loss = nn.functional.cross_entropy(net(x), y)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
+            loss = update(opt, nn.functional.cross_entropy(net(x), y))
             if not governor.replaying: sizes.append(len(x))
             governor.watch(loss)
     assert [r.cause for r in governor.reports] == ["data"], [*map(str, governor.reports)]
@@ -406,11 +368,7 @@ def test_a_validation_before_the_loss_that_only_the_run_has_is_named_and_behind_
         if not governor.replaying: model(torch.randn(8, 16))
     for x, y in governor.batches(a_list()[:8]):
         if before: validate()
-        loss = nn.functional.cross_entropy(model(x + .1 * torch.randn_like(x)), y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        governor.watch(loss)
+        governor.watch(update(opt, nn.functional.cross_entropy(model(x + .1 * torch.randn_like(x)), y)))
         if not before: validate()
     dry = governor.repairs.dry
     assert not any("hook" in str(what) for what in governor.recorder.footprint.unseen)
@@ -422,18 +380,10 @@ def test_a_file_is_no_obstacle_where_the_loop_asks_whether_it_runs_again(tmp_pat
         governor = Governor(net, opt, chance_loss=math.log(4), config=QUIET)
         with (tmp_path/"log").open("w", encoding="utf-8") as log:
             for x, y in governor.batches(a_list()[:8]) if asks else ():
-                loss = nn.functional.cross_entropy(net(x), y)
-                opt.zero_grad()
-                loss.backward()
-                opt.step()
-                governor.watch(loss)
+                governor.watch(update(opt, nn.functional.cross_entropy(net(x), y)))
                 if not governor.replaying: log.write("a line")
             for x, y in () if asks else governor.batches(a_list()[:8]):
-                loss = nn.functional.cross_entropy(net(x), y)
-                opt.zero_grad()
-                loss.backward()
-                opt.step()
-                governor.watch(loss)
+                governor.watch(update(opt, nn.functional.cross_entropy(net(x), y)))
                 log.write("a line")
         return governor.repairs.dry
     assert dry(asks=True).exact and "`log` (an open file)" in dry(asks=False).why
@@ -461,10 +411,7 @@ def test_a_body_that_bears_no_batch_out_of_turn_is_not_ended_by_one(ill, forks, 
             yield centers[y] + torch.randn(len(y), 16), (y + 1) % 10 if ill and 105 <= i < 125 else y
     for x, y in governor.batches(drawn()):
         if len(x) != (32 if k < (100 if ill else 78) else 24): raise ValueError(f"batch {k} of {len(x)} examples")
-        loss = nn.functional.cross_entropy(net(x), y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        loss = update(opt, nn.functional.cross_entropy(net(x), y))
         k += 1
         governor.watch(loss)
     assert k == 200 and not governor.reports
@@ -483,10 +430,7 @@ class InTheBody:
         rows = (a_list() * 5)[:batches]
         k = 0
         for x, y in self.governor.batches(rows) if guarded else rows:
-            loss = nn.functional.cross_entropy(self.net(x), y)
-            self.opt.zero_grad()
-            loss.backward()
-            self.opt.step()
+            loss = update(self.opt, nn.functional.cross_entropy(self.net(x), y))
             if guarded: self.governor.watch(loss)
             if not guarded or not self.governor.replaying:
                 k += 1
@@ -538,11 +482,7 @@ def test_replays_of_a_body_ask_for_nothing():
     def step(batch):
         governor.accept() # in every replay, too
         if len(batch[0]) == 31: raise KeyError
-        loss = nn.functional.cross_entropy(net(batch[0]), batch[1])
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        return loss
+        return update(opt, nn.functional.cross_entropy(net(batch[0]), batch[1]))
     rows = a_list()
     for batch in rows[:8]: governor.run(step, batch)
     with pytest.raises(KeyError): governor.run(step, [rows[0][0][:31], rows[0][1][:31]])
@@ -563,10 +503,7 @@ def test_what_is_not_finite_between_two_steps_is_put_back_before_a_step_that_wou
                 yield x, (y % 2).float()[:, None]
         for x, y in governor.batches(source()):
             loss = nn.functional.binary_cross_entropy(net(x).sigmoid(), y) # raises where it gets NaN
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            governor.watch(loss)
+            governor.watch(update(opt, loss))
         return governor, net
     governor, net = train(True)
     report, = governor.reports
@@ -587,10 +524,7 @@ def test_what_is_not_finite_beside_the_weights_is_found_among_what_was_written(p
                     (opt.state[net.weight]["exp_avg"] if part == "moments" else speed[0])[0, 0] = math.nan
                 yield batch
         for x, y in governor.batches(source()):
-            loss = nn.functional.cross_entropy(net(x), y)
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
+            loss = update(opt, nn.functional.cross_entropy(net(x), y))
             for s, p in zip(speed, net.parameters()): s.mul_(.9).add_(p.grad)
             governor.watch(loss)
         return governor, [*net.parameters(), *speed]
@@ -607,10 +541,7 @@ def fit(net, opt, xs, aim, governor, spoilt=None):
             if k == spoilt: net.weight.data[0, 0] = math.nan
             yield x
     for x in governor.batches(drawn()) if governor else drawn():
-        loss = (net(x) - aim(x)).square().mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        loss = update(opt, (net(x) - aim(x)).square().mean())
         if governor: governor.watch(loss)
 
 @pytest.mark.parametrize("widths", [(4, 6), (4, 4)])

@@ -48,6 +48,7 @@ def run(tmp_path_factory):
     return root/"runs"/"pics"
 
 
+@pytest.mark.slow
 def test_pictures_become_a_file_that_knows_nothing_of_us(run, capsys):
     for needed in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(needed, reason="ONNX needs the extra: pip install 'esper_nb[export]'")

@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from tiny import take
 from torch import nn
 
 from esper_nb.guard import Governor, GovernorConfig
@@ -36,8 +37,7 @@ class Loop:
             self.before.append(self.weights())
             if ruin := self.ruins.get(len(self.before) - 1): ruin(self)
             k = torch.randint(256, (32,), generator=self.generator)
-            if self.way == "run": self.governor.run(self.step, k)
-            else: self.governor.watch(self.step(k))
+            take(self.governor, self.step, k, self.way)
         return self.governor.reports
 
     def is_at(self, batch): return all(map(torch.equal, self.weights(), self.before[batch]))

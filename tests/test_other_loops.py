@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
+from tiny import fed, take, update
 
 from esper_nb.guard import Governor, GovernorConfig, footprint
 from esper_nb.guard.recorder import StepRecorder, is_data, own_copy
@@ -27,11 +28,7 @@ from esper_nb.guard.writes import untrained_in
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFTEN = GovernorConfig(snapshot_every=10, probation=10)
 
-def descend(opt, loss):
-    opt.zero_grad()
-    loss.backward()
-    opt.step()
-    return loss.item()
+def descend(opt, loss): return update(opt, loss).item()
 
 
 def prune_by_hand(m):
@@ -59,8 +56,7 @@ def test_a_layer_changed_since_the_good_state_keeps_its_mask_or_is_whole_again(c
     for i in range(40):
         if i == 32: change(net)
         if i == 33: next(iter(net.parameters())).data.view(-1)[0] = torch.nan
-        if way == "run": governor.run(step, x)
-        else: governor.watch(step(x))
+        take(governor, step, x, way)
     report, = governor.reports
     assert report.action == "rollback" and report.restored_batch <= 30 and says in report.undone
     assert type(net) is kind and net.weight.isfinite().all()
@@ -188,8 +184,7 @@ def test_weights_without_a_module_are_restored_where_they_are(way, of, caplog):
     def step(batch): return descend(opt, F.mse_loss(batch[0] @ w + b, batch[1]))
     for i, batch in batches(120):
         if i == 80: w.data[0] = torch.nan
-        if way == "run": governor.run(step, batch)
-        else: governor.watch(step(batch))
+        take(governor, step, batch, way)
     report, = governor.reports
     assert w is next(iter(weights.values() if isinstance(weights, dict) else weights)) and w.requires_grad
     assert (w - AIM).abs().max() < .3 and "no weights will be restored" not in caplog.text
@@ -218,8 +213,7 @@ def test_a_network_in_arrays_goes_back_where_it_is_and_is_not_called_finite(of, 
         return float((error**2).mean())
     for i, batch in batches(120):
         if i == 80: w[0] = np.nan
-        if way == "run": governor.run(step, batch)
-        else: governor.watch(step(batch))
+        take(governor, step, batch, way)
     report, = governor.reports
     assert report.batch == 80 and not governor.notes
     assert abs(torch.as_tensor(w).float() - AIM[:, 0]).max() < .3 and "no weights will be restored" not in caplog.text
@@ -332,8 +326,7 @@ def test_a_rate_that_is_none_does_not_outlast_a_rollback(bad, scheduled, way):
         return loss
     for k, batch in batches(400):
         if k == 180: opt.param_groups[0]["lr"] = bad
-        if way == "run": governor.run(step, batch)
-        else: governor.watch(step(batch))
+        take(governor, step, batch, way)
     report, = governor.reports
     assert report.action == "rollback" and 0 < opt.param_groups[0]["lr"] <= .02
     assert (net.weight - AIM.T).abs().max() < .3
@@ -359,7 +352,7 @@ def test_weights_whose_data_are_exchanged_between_steps_speak_against_a_rise():
     assert report.action == "rollback" and (net.weight - AIM.T).abs().max() < .05
 
 
-@pytest.mark.parametrize("bad", [dict(weight_decay=20.), dict(momentum=1.2)])
+@pytest.mark.parametrize("bad", [pytest.param(dict(weight_decay=20.), marks=pytest.mark.slow), dict(momentum=1.2)])
 def test_a_setting_that_is_proved_to_be_the_cause_is_put_back(bad):
     "It had been named, and stayed: what a loop sets between two steps outlasts a rollback otherwise."
     def trained(bad):
@@ -572,8 +565,7 @@ def test_an_optimizer_without_a_rate_or_without_hooks_is_guarded(make, way):
     def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
     for i, batch in batches(120):
         if i == 80: net.weight.data[0] = torch.nan
-        if way == "run": governor.run(step, batch)
-        else: governor.watch(step(batch))
+        take(governor, step, batch, way)
     governor.close()
     assert [r.action for r in governor.reports] == ["rollback"] and net.weight.abs().max() < 10
 
@@ -601,8 +593,7 @@ def test_a_group_may_be_empty(way):
     def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
     for i, batch in batches(60):
         if i == 40: net.weight.data[0] = torch.nan
-        if way == "run": governor.run(step, batch)
-        else: governor.watch(step(batch))
+        take(governor, step, batch, way)
     assert [r.action for r in governor.reports] == ["rollback"] and net.weight.isfinite().all()
 
 
@@ -879,8 +870,7 @@ def test_averaged_weights_take_over_the_statistics_of_a_batch_norm_late(way):
     def step(x): return descend(opt, F.cross_entropy(net(x), (x.sum(1) > 160).long()))
     for k in range(200):
         x = 40 + 30 * torch.randn(32, 4)
-        if way == "run": governor.run(step, x)
-        else: governor.watch(step(x))
+        take(governor, step, x, way)
         if k % 50 == 49 and k > 100: averaged.update_parameters(net)
     assert not governor.reports and torch.equal(averaged.module[0].running_var, net[0].running_var)
 
@@ -926,9 +916,7 @@ def test_a_step_may_write_into_a_view_without_a_graph(way):
             net.bias.view(-1).clamp_(-9, 9)
         return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
     feed = ((100 * x if i == 40 else x, y) for i, (x, y) in batches(60))
-    for batch in governor.batches(feed) if way == "batches" else feed:
-        if way == "run": governor.run(step, batch)
-        else: governor.watch(step(batch))
+    for batch in fed(governor, feed, way): take(governor, step, batch, way)
     report, = governor.reports
     assert (report.action, report.cause) == ("rollback", "data") and net.weight.isfinite().all(), report
 
@@ -967,9 +955,7 @@ def test_recorded_batches_of_workers_hold_no_file_descriptors(way, kind):
         return descend(opt, F.mse_loss(net(x), of[0]))
     given = (kind(x=x.share_memory_(), of=(y.share_memory_(), "labels")) for _, (x, y) in batches(40))
     before = len(os.listdir("/proc/self/fd"))
-    for batch in governor.batches(given) if way == "batches" else given:
-        if way == "run": governor.run(step, batch)
-        else: governor.watch(step(batch))
+    for batch in fed(governor, given, way): take(governor, step, batch, way)
     assert len(os.listdir("/proc/self/fd")) < before + 20
     assert governor.repairs.dry.exact, governor.repairs.dry
 
@@ -1014,10 +1000,7 @@ def test_a_state_that_the_loop_loads_is_meant(kind, way):
                 loads_of(kind, net, opt, k, kept)
                 if k == ruined: net[0].weight.data[0, 0] = torch.nan
                 yield batch
-        for batch in governor.batches(drawn()) if guarded and way == "batches" else drawn():
-            if guarded and way == "run": governor.run(step, batch)
-            elif guarded: governor.watch(step(batch))
-            else: step(batch)
+        for batch in fed(governor, drawn(), way): take(governor, step, batch, way)
         return [*net.state_dict().values(), *[v["momentum_buffer"] for v in opt.state.values()]], governor
     plain, (state, governor) = train(False)[0], train(True)
     assert not governor.reports and all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
@@ -1067,8 +1050,7 @@ def test_a_state_that_each_step_loads_is_part_of_it(way):
         return loss
     taken = set()
     for _, batch in batches(120):
-        if way == "run": governor.run(step, batch)
-        else: governor.watch(step(batch))
+        take(governor, step, batch, way)
         taken.add(int(governor.snapshot.steps[0]))
     assert len(taken) <= 4 and not governor.reports
 
@@ -1089,10 +1071,7 @@ def test_what_an_optimizer_trains_is_guarded_even_if_its_network_was_not_handed_
             for k, batch in batches(160):
                 if k == spoilt: layers[1].weight.data[0, 0] = torch.nan
                 yield batch
-        for batch in governor.batches(drawn()) if guarded and way == "batches" else drawn():
-            if guarded and way == "run": governor.run(step, batch)
-            elif guarded: governor.watch(step(batch))
-            else: step(batch)
+        for batch in fed(governor, drawn(), way): take(governor, step, batch, way)
         return [p for layer in layers for p in layer.parameters()], governor
     plain, (state, governor) = train(False)[0], train(True)
     assert not governor.reports and all(torch.equal(a, b) for a, b in zip(plain, state, strict=True))
@@ -1240,10 +1219,7 @@ def test_a_batch_that_remembers_what_was_looked_up_was_not_written_into(way):
     governor = Governor(net, opt, chance_loss=None, config=OFTEN)
     def step(batch): return descend(opt, (net(batch.x)[:, batch.labels.find("a")] - batch.total).square().mean())
     given = [Rows(x=torch.randn(8, 4), labels=Labels("a", "b")) for _ in range(40)]
-    if way == "run":
-        for batch in given: governor.run(step, batch)
-    else:
-        for batch in governor.batches(given): governor.watch(step(batch))
+    for batch in fed(governor, given, way): take(governor, step, batch, way)
     assert governor.repairs.dry.exact, governor.repairs.dry
 
 def test_only_batches_that_are_written_into_are_copied():
@@ -1309,14 +1285,14 @@ def test_sums_that_an_optimizer_keeps_at_its_parameters_go_back_with_it(way, at)
         for k, x in governor.batches(feed()) if way == "batches" else feed():
             if fault and k == at and not governor.replaying:
                 with torch.no_grad(): net.weight[0, 0] = torch.nan
-            if way == "run": governor.run(step, x)
-            else: governor.watch(step(x))
+            take(governor, step, x, way)
         return net.weight.detach(), governor
     weight, governor = train(True)
     report, = governor.reports
     assert report.cause == "external" and torch.equal(weight, train(False)[0]), str(report)
 
 
+@pytest.mark.slow
 def test_searches_in_vain_do_not_spare_the_one_after_an_explosion_with_a_sign():
     "A rate three hundredfold for five steps was accepted: earlier rises of this game had cost their searches."
     made, centers = torch.Generator().manual_seed(1), 2 * torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
@@ -1353,10 +1329,7 @@ def test_a_step_that_fails_when_it_is_run_again_ends_no_healthy_loop(way, caplog
         hidden.trained.append(k)
         return descend(opt, net(x).square().mean())
     given = list(enumerate(torch.randn(40, 8, 4)))
-    if way == "run":
-        for batch in given: governor.run(step, batch)
-    else:
-        for batch in governor.batches(given): governor.watch(step(batch))
+    for batch in fed(governor, given, way): take(governor, step, batch, way)
     assert governor.watched == 40 and not governor.reports
     assert "your step fails when it is run again" in caplog.text
 
@@ -1387,10 +1360,7 @@ def test_a_network_is_recorded_although_only_the_object_of_a_library_runs_it(way
     engine = Engine(BuiltLate(), functools.partial(torch.optim.SGD, lr=.01))
     governor = Governor(engine.net, chance_loss=None, config=OFTEN)
     given = torch.randn(40, 8, 4)
-    if way == "run":
-        for x in given: governor.run(engine.train, x)
-    else:
-        for x in governor.batches(given): governor.watch(engine.train(x))
+    for x in fed(governor, given, way): take(governor, engine.train, x, way)
     assert governor.repairs.dry.again, governor.repairs.dry
 
 
@@ -1487,9 +1457,7 @@ def test_moments_in_a_class_of_their_own_are_state_as_others_are(way):
         def step(batch): return descend(opt, F.mse_loss(net(batch[0]), batch[1]))
         for i, batch in batches(120):
             if fault and i == 80: net.weight.data[0, 0] = torch.nan
-            if governor is not None and way == "run": governor.run(step, batch)
-            elif governor is not None: governor.watch(step(batch))
-            else: step(batch)
+            take(governor, step, batch, way)
         return [net.weight.detach(), opt.state[net.weight]["m"].codes], governor
     alone, (clean, healthy), (mended, governor) = train(False, guarded=False)[0], train(False), train(True)
     assert all(map(torch.equal, clean, alone)) and not healthy.reports and healthy.snapshot.steps[0] > 50

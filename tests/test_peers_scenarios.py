@@ -11,8 +11,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import fork_ranks
 from torch import nn
 
 from esper_nb.guard import Governor, GovernorConfig, GovernorStop
@@ -117,17 +117,13 @@ LIGHTNING = {f"{name} at the fifth loss, {'' if only else 'not '}finite only, on
              for name, value in ODD.items() for only in (True, False)}
 
 
-def two_ranks(rank, folder, out):
+def two_ranks(rank, world, tell):
     "Every odd loss on each of two ranks; what both have seen."
-    torch.set_num_threads(1)
     logging.getLogger("esper_nb").setLevel(logging.CRITICAL)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/met", rank=rank, world_size=2)
     found = {}
     for name, value in ODD.items():
         for where in (0, 1): found[name, where] = judged(with_odd(value) if rank == where else FALLING)
-    out[rank] = found
-    dist.barrier()
-    dist.destroy_process_group()
+    tell(found)
 
 def lightning_on_two(found, name, where, finite_only):
     "As on one rank, and both ranks see the same."
@@ -322,14 +318,7 @@ def test_what_lightning_promises_on_one_rank():
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
 def test_what_lightning_promises_on_two_ranks(tmp_path):
-    out, context = mp.Manager().dict(), mp.get_context("fork")
-    ranks = [context.Process(target=two_ranks, args=(r, str(tmp_path), out)) for r in range(2)]
-    for p in ranks: p.start()
-    for p in ranks: p.join(120)
-    alive = [p.pid for p in ranks if p.is_alive()]
-    for p in ranks: p.kill()
-    assert not alive and len(out) == 2, "a rank hangs or broke"
-    pairs = lightning_pairs(dict(out))
+    pairs = lightning_pairs(fork_ranks(two_ranks, 2, tmp_path))
     assert len(pairs) == 16
     assert unexpected(pairs) == NONE
 

@@ -15,7 +15,7 @@ from esper_nb.record import decode_row, encode_row, find_metric, make_rows, popu
 from esper_nb.show import (
     COLORS, HATCHES, MARKERS, STAGE_STYLES, THEMES, plot_blueprints, plot_compare, plot_controller, plot_incidents,
     plot_lanes, plot_learning, plot_rewards, plot_run, plot_runs as runs_page, plot_slots, theme)
-from esper_nb.train import Fault, FitConfig, disturb_at, fit, new_population
+from esper_nb.train import Fault, FitConfig, disturb_at, fit, get_task, new_population
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,8 @@ def run():
     "Rows of a guarded run with seeds, a NaN and an explosion, as they come back from a file."
     torch.set_num_threads(1)
     config = FitConfig(lanes=4, epochs=16)
-    pop = new_population("digits_impaired", config, rules=QUICK_RULES, blueprints=["norm", "conv_light"])
+    pop = new_population("digits_impaired", config, rules=QUICK_RULES, blueprints=["norm", "conv_light"],
+                         data=get_task("digits_impaired").load("cpu", None, 512))
     faults = [Fault("nan", 1, 8, 6), Fault("explode", 3, 11, 3)]
     rows = run_rows(pop)
     def disturb(*args): return args[-2:] if (d := disturb_at(faults, int(pop.epoch.max()))) is None else d(*args)

@@ -12,9 +12,10 @@ import zipfile
 from collections import defaultdict
 from configparser import ConfigParser
 from email.parser import Parser
+from functools import cache
 
 import pytest
-from scripts.mirror import tricks
+from scripts.mirror import tree_of, tricks
 from scripts.notebooks import GENERATED, LAYERS, LIB, ROOT
 from scripts.notebooks import cells, exported_names, find_modules, find_notebooks, mask
 
@@ -24,15 +25,21 @@ CFG = CFG["DEFAULT"]
 
 NOTEBOOKS = find_notebooks()
 PAGES = [p for p in NOTEBOOKS if p.parent.name in LAYERS]
-TREES = {m.relative_to(LIB).with_suffix("").as_posix().replace("/", "."): ast.parse(m.read_text(encoding="utf-8"))
-         for m in find_modules()}
-WHERE = exported_names()
 ALONE = ("guard", "learn")      # these need nothing but core
 EXPORTED = re.compile(r"^#\|\s*(export|exports|exporti)\b", re.M)
 DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn"}      # import name -> name on PyPI, where they differ
 # called by a library, or by a table of rules, that passes more than they need
 HANDED_OVER = {"keep_later", "find_nonfinite", "calm_rise"}
 
+
+@cache # not at import: every worker imports this file, and one of them runs it
+def trees():
+    "{'package.module': its syntax tree}."
+    return {m.relative_to(LIB).with_suffix("").as_posix().replace("/", "."): ast.parse(m.read_text(encoding="utf-8"))
+            for m in find_modules()}
+
+@cache
+def where(): return exported_names()
 
 def name_of(path): return path.relative_to(ROOT).as_posix()
 
@@ -51,13 +58,14 @@ def imports(tree):
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(filter(None, ["esper_nb" if node.level else "", node.module]))
             package = base.removeprefix("esper_nb.")
-            if package in LAYERS: yield from (f"esper_nb.{WHERE.get(a.name, package)}" for a in node.names)
+            if package in LAYERS: yield from (f"esper_nb.{where().get(a.name, package)}" for a in node.names)
             else: yield from ([f"{base}.{a.name}" for a in node.names] if base == "esper_nb" else [base])
 
 def imported_modules(source):
     "Return the modules of the library that a cell imports from, without the library's name."
-    tree = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))
-    return {n.removeprefix("esper_nb.") for n in imports(tree) if n.startswith("esper_nb.") and n.count(".") > 1}
+    if "import" not in source: return set()
+    names = imports(tree_of(source))
+    return {n.removeprefix("esper_nb.") for n in names if n.startswith("esper_nb.") and n.count(".") > 1}
 
 def requirement_name(text): return re.match(r"[\w.-]+", text)[0].lower().replace("_", "-")
 
@@ -99,10 +107,10 @@ def test_pages_are_named_numbered_and_import_downwards():
     for p in PAGES: pages[place_of(p)].append(p.name)
     wrong += [f"number {n}: {names}" for (_, n), names in pages.items()
               if len(names) > 1 or not re.fullmatch(r"\d\d", n)]
-    wrong += [f"no page makes esper_nb.{m}" for m in TREES.keys() - places.keys()]
+    wrong += [f"no page makes esper_nb.{m}" for m in trees().keys() - places.keys()]
     wrong += [line for p in PAGES for line in tricks(p)]
     owners = defaultdict(list)
-    for m, tree in TREES.items():
+    for m, tree in trees().items():
         for n in tree.body:
             if isinstance(n, ast.Assign) and getattr(n.targets[0], "id", "") == "__all__":
                 for name in ast.literal_eval(n.value): owners[name].append(m)
@@ -143,7 +151,7 @@ def faults_of_a_module(tree, text):
 
 def test_sources_hide_no_errors_and_say_what_they_are():
     wrong = []
-    for path, (name, tree) in zip(find_modules(), TREES.items()):
+    for path, (name, tree) in zip(find_modules(), trees().items()):
         text = path.read_text(encoding="utf-8")
         wrong += [f"{name}: {fault}" for fault in faults_of_a_module(tree, text)]
         if GENERATED[0] not in text: wrong.append(f"{name}: is not what a notebook exports")
@@ -168,7 +176,7 @@ def third_party(names):
 def test_imports_are_covered_by_requirements():
     needed, optional = requirements("requirements"), requirements(*(k for k in EXTRAS if k != "dev_requirements"))
     wrong = []
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         top = ast.Module([n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))], [])
         wrong += [f"{name}: {d} wants a line in requirements" for d in third_party(imports(top)) - needed]
         wrong += [f"{name}: {d} wants an extra" for d in third_party(imports(tree)) - needed - optional]
@@ -184,7 +192,7 @@ import sys, importlib
 for name in {absent}: sys.modules[name] = None      # importing it now raises
 import esper_nb
 for name in esper_nb.__all__: getattr(esper_nb, name)
-for name in {sorted(TREES)}: importlib.import_module("esper_nb." + name)
+for name in {sorted(trees())}: importlib.import_module("esper_nb." + name)
 print("fine")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

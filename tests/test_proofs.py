@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
+from tiny import fed, take, update
 
 from esper_nb.guard import (
     EXPERIMENTS, DryReplay, Findings, LossStats, Replay, Snapshot, StateWatch, StepRecorder, Written, describe_failure,
@@ -39,11 +40,7 @@ class Run:
     def step(self, xy):
         self.taken += 1
         if self.inside: xy = self.inside(self, xy) or xy
-        loss = self.loss(self.net(xy[0]), xy[1])
-        self.opt.zero_grad()
-        loss.backward()
-        self.opt.step()
-        return loss
+        return update(self.opt, self.loss(self.net(xy[0]), xy[1]))
 
     def incident(self, steps=60, before=100, given=lambda k, xy: xy, report=REPORT, **options):
         "The steps from a good state on, after some healthy ones."
@@ -352,12 +349,7 @@ def test_a_number_lost_while_the_task_changes_is_not_blamed_on_the_task():
         net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 6))
         opt = torch.optim.Adam(net.parameters(), 5e-3)
         governor = Governor(net, opt, chance_loss=None)
-        def step(batch):
-            loss = F.cross_entropy(net(batch[0]), batch[1])
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            return loss
+        def step(batch): return update(opt, F.cross_entropy(net(batch[0]), batch[1]))
         for k in range(300):
             y = torch.randint(0, 2 if k < 150 else 6, (32,), generator=g)
             if k == 170 and lost: net[0].weight.data.view(-1)[3] = math.nan
@@ -380,11 +372,7 @@ def test_a_step_that_fails_on_a_ruined_state_is_answered(through, caplog):
         def step(x):
             policy = torch.distributions.Categorical(logits=net(x), validate_args=True) # a compiler ends the default
             action = policy.sample()
-            loss = -(policy.log_prob(action) * (action == (x[:, 0] > 0).long()).float()).mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            return loss
+            return update(opt, -(policy.log_prob(action) * (action == (x[:, 0] > 0).long()).float()).mean())
         returned = []
         for k in range(160):
             if k == 110 and lost:
@@ -422,12 +410,7 @@ def looped(between, steps=300, rate=.05):
         net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
         opt = torch.optim.SGD(net.parameters(), lr=rate, momentum=.9)
         governor = Governor(net, opt, chance_loss=math.log(10))
-        def step(xy):
-            loss = F.cross_entropy(net(xy[0]), xy[1])
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            return loss
+        def step(xy): return update(opt, F.cross_entropy(net(xy[0]), xy[1]))
         for k in range(steps):
             governor.run(step, batch(k)) if guarded else step(batch(k))
             between(net, opt, k)
@@ -485,10 +468,7 @@ def test_what_a_replay_does_is_no_sign_of_the_run():
     opt = torch.optim.SGD(net.parameters(), lr=.1)
     governor = Governor(net, opt, chance_loss=math.log(10))
     def step(xy):
-        loss = F.cross_entropy(net(xy[0]), xy[1])
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        loss = update(opt, F.cross_entropy(net(xy[0]), xy[1]))
         net.weight.data.clamp_(-.1, .1)
         return loss
     for k in range(60): governor.run(step, batch(k))
@@ -527,13 +507,8 @@ def test_a_layer_before_a_norm_is_put_back_although_no_loss_shows_its_scale(way)
             for t, x in enumerate(torch.randn(160, 32, 8)):
                 if t == 120 and write: net[0].weight.data.mul_(1000)
                 yield x
-        def step(x):
-            loss = (net(x) - x[:, :1].sin()).square().mean()
-            opt.zero_grad(); loss.backward(); opt.step()
-            return loss
-        for x in data() if way == "run" else governor.batches(data()):
-            if way == "run": governor.run(step, x)
-            else: governor.watch(step(x))
+        def step(x): return update(opt, (net(x) - x[:, :1].sin()).square().mean())
+        for x in fed(governor, data(), way): take(governor, step, x, way)
         return net.state_dict(), governor.reports
     (after, reports), (clean, none) = train(True), train(False)
     assert [(r.reason, r.cause) for r in reports] == [("state", "external")] and not none

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from tiny import fed, take, update
 
 from esper_nb.guard import Governor, GovernorConfig, GovernorStop
 
@@ -94,9 +95,7 @@ def test_a_run_that_accumulates_has_good_states_at_the_ends_of_its_steps(accumul
             opt.step()
             opt.zero_grad()
         return loss.detach()
-    for batch in governor.batches(data) if way == "batches" else data:
-        if way == "run": governor.run(step, batch)
-        else: governor.watch(step(batch))
+    for batch in fed(governor, data, way): take(governor, step, batch, way)
     at = governor.good.at().batch
     assert at % accumulate == 0 and 240 - at < 2 * (50 + accumulate)
 
@@ -119,9 +118,7 @@ def test_statistics_kept_by_hand_that_turn_nan_are_told_of(kind, bad, caplog):
     for k in range(300):
         x = torch.randn(8, 2)
         if k == 120: x[0, 0] = bad
-        loss = net(x).square().mean()
-        opt.zero_grad(); loss.backward(); opt.step()
-        governor.watch(loss)
+        governor.watch(update(opt, net(x).square().mean()))
     said = [r.getMessage() for r in caplog.records if "model.mean has NaN in it" in r.getMessage()]
     assert len(said) == (bad != 1.) and not governor.reports
 
@@ -173,10 +170,7 @@ def test_incidents_that_follow_at_once_use_up_the_budget_although_each_is_proved
     opt = torch.optim.SGD(net.parameters(), lr=.05)
     config = GovernorConfig(rollbacks=1, snapshot_every=10, probation=5, cooldown=40)
     governor = Governor(net, opt, chance_loss=None, config=config)
-    def step(x):
-        loss = (net(x) - 1).square().mean()
-        opt.zero_grad(); loss.backward(); opt.step()
-        return loss
+    def step(x): return update(opt, (net(x) - 1).square().mean())
     batches = torch.randn(400, 16, 4, generator=torch.Generator().manual_seed(1))
     def train():
         for k, x in enumerate(batches):
@@ -201,16 +195,14 @@ class Distilled:
         self.governor = Governor(self.net, self.opt, chance_loss=None)
 
     def step(self, x):
-        loss = (self.net(x) - self.teacher(x).detach() - self.queue.sum()).square().mean()
-        self.opt.zero_grad(); loss.backward(); self.opt.step()
+        loss = update(self.opt, (self.net(x) - self.teacher(x).detach() - self.queue.sum()).square().mean())
         self.total += loss.detach()
         self.idle.weight.data += 0
         return loss
 
     def train(self, way, n):
         for x in torch.randn(n, 4, 2):
-            if way == "run": self.governor.run(self.step, x)
-            else: self.governor.watch(self.step(x))
+            take(self.governor, self.step, x, way)
 
 @pytest.mark.parametrize("way, ruined, size, rollbacks", [
     ("watch", "teacher", 2, 0), ("watch", "queue", 2, 1),
@@ -251,13 +243,11 @@ def test_a_queue_that_the_step_writes_into_goes_back_where_the_loop_has_it(way, 
     def step(batch):
         i, x = batch
         key = net(x)
-        loss = (key @ queue).square().mean()
-        opt.zero_grad(); loss.backward(); opt.step()
+        loss = update(opt, (key @ queue).square().mean())
         queue[:, i % 16] = key[0].detach()
         return loss
     for batch in enumerate(torch.randn(60, 4, 2)):
-        if way == "run": governor.run(step, batch)
-        else: governor.watch(step(batch))
+        take(governor, step, batch, way)
         if batch[0] == 50: queue[0, 0] = net.weight.data[0, 0] = math.nan
     assert [r.action for r in governor.reports] == ["rollback"]
     assert queue.isfinite().all() and net.weight.isfinite().all() and governor.losses.recent[-1] < 10

@@ -32,11 +32,6 @@ def made(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(made): return write_report(made[0].folder.path).read_text(encoding="utf-8")
 
-@pytest.fixture
-def no_pictures(monkeypatch):
-    "Reports without their plots, which take most of the time."
-    monkeypatch.setattr("esper_nb.run.report.picture_html", lambda draw, alt: "")
-
 def words_of(text):
     "What a reader sees."
     text = re.sub("</?abbr[^>]*>", "", text) # within a sentence

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tiny import same, update
 
 from esper_nb.control.rules import QUICK_RULES
 from esper_nb.grow import Decision
@@ -112,27 +113,19 @@ class Real:
         return said
 
 
-def equal(a, b):
-    "Equality of trees, tensors bit for bit."
-    if isinstance(a, torch.Tensor): return torch.equal(a, b)
-    if isinstance(a, dict): return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)): return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
-
-
 def test_the_live_state_comes_back_to_the_bit():
     one = Real(moved=100)
     said = one.run(until="accepted")
     lost, rate = one.governor.notes[-1].lost, one.opt.param_groups[0]["lr"]
     alone = Real(moved=100, guarded=False)
     alone.run(steps=len(said), skip=range(lost[0], lost[1] + 1))
-    assert lost[1] - lost[0] == 1 and equal(one.state(), alone.state()), "as if the old weights had not been there"
+    assert lost[1] - lost[0] == 1 and same(one.state(), alone.state()), "as if the old weights had not been there"
     assert abs(rate - 5e-3 * .999**len(said)) < 1e-12, "the schedule went on"
     whole = Real(moved=100, guarded=False)
     whole.run(steps=100)
     step = one.governor.notes[-1].kept_step
     back, = one.governor.rollback(to=step)
-    assert back.restored_step == step and equal(one.state()[0], whole.states[step - 1][0])
+    assert back.restored_step == step and same(one.state()[0], whole.states[step - 1][0])
     with pytest.raises(ValueError, match=f"to=3, expected a step that is kept: {step}"): one.governor.rollback(to=3)
 
 
@@ -146,7 +139,7 @@ def test_compared_on_the_same_batches_an_intended_change_leaves_no_trace():
     run.governor.judge.same.use_unless_given(evaluate)
     said = run.run()
     assert [x for x in said if x] == [["accepted"]] and run.governor.notes[-1].lost is None
-    assert equal(run.states, alone.states)
+    assert same(run.states, alone.states)
 
 
 def test_a_rise_of_a_falling_loss_is_held_against_the_latest_losses():
@@ -247,11 +240,11 @@ def test_a_validation_sees_the_live_weights_and_the_comparison_does_not_notice()
     def validate():
         governor, before = validated.governor, validated.state()
         with governor.live_weights(): seen.append((governor.comparing, validated.state()))
-        assert equal(before, validated.state())
-    assert validated.run(each=validate) == said and equal(alone.states, validated.states)
+        assert same(before, validated.state())
+    assert validated.run(each=validate) == said and same(alone.states, validated.states)
     waiting = [state for comparing, state in seen if comparing]
     live = alone.states[said.index(["compare"])]
-    assert [len(waiting), *(equal(state[:2], live[:2]) for state in waiting)] == [2, True, True], "but for the schedule"
+    assert [len(waiting), *(same(state[:2], live[:2]) for state in waiting)] == [2, True, True], "but for the schedule"
 
 
 class Looked(Stub):
@@ -421,11 +414,7 @@ def test_a_rise_too_small_for_watch_is_looked_at_where_that_costs_no_batch(recor
 
     def step(batch):
         x, y = batch
-        loss = nn.functional.mse_loss(net(x)[:, 0], y)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        return loss
+        return update(opt, nn.functional.mse_loss(net(x)[:, 0], y))
 
     for k in range(420):
         x, noise = torch.randn(4096, 4), torch.randn(4096)
@@ -591,8 +580,7 @@ def test_a_step_that_skips_its_batch_is_no_step():
     governor = Governor(net, opt, chance_loss=None)
     def step(x):
         if x[0, 0] > 1: return None
-        loss = net(x).square().mean()
-        opt.zero_grad(); loss.backward(); opt.step()
+        loss = update(opt, net(x).square().mean())
         return loss, "more"
     said = [governor.run(step, torch.randn(8, 4)) for _ in range(120)]
     assert 0 < said.count(None) < 60 and governor.watched == 120 - said.count(None)
@@ -615,9 +603,7 @@ def adversary(seed):
         h = features(torch.cat([x, x * .5 + 1]))
         told = domains(h + (1 + turned) * (h.detach() - h)) # the gradient comes back with another sign
         loss = F.cross_entropy(classes(h[:32]), y) + F.cross_entropy(told, torch.arange(2).repeat_interleave(32))
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        update(opt, loss)
         return loss
 
     def batches(n):
@@ -742,9 +728,7 @@ def train_in(world, way):
     governor = Governor(net, opt, chance_loss=None)
     def step(_):
         rounds = world.step(net.weight.item())
-        loss = rounds * ((net.weight - 2).square().sum() + .5 + .1 * torch.randn(()))
-        opt.zero_grad(); loss.backward(); opt.step()
-        return loss
+        return update(opt, rounds * ((net.weight - 2).square().sum() + .5 + .1 * torch.randn(())))
     for t in range(150):
         if way == "run": governor.run(step, t)
         else:

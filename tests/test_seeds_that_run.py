@@ -1,14 +1,13 @@
 "A seed that the network passes by is named, in whatever way its hook was lost."
 import copy
-import sys
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import fork_ranks
 from torch import nn
 from torch.nn.utils import parametrizations, prune
-from torchrun import leave, start_ranks
 
 from esper_nb.grow import attach_slots, export_model
 
@@ -183,14 +182,11 @@ needs_gloo = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 
 @needs_gloo
 def test_ranks_share_the_gradients_of_seeds_or_are_told_to(tmp_path):
-    start_ranks(__file__, 2, str(tmp_path))
-    one, other = (torch.load(tmp_path/f"{rank}.pt") for rank in (0, 1))
+    one, other = fork_ranks(_trained_on_a_rank, 2, tmp_path)
     assert torch.equal(one["weights"], other["weights"]) and one["alpha"] == other["alpha"] == 1
     assert one["moved"] and "slot 1: DistributedDataParallel has the network without its slots" in one["told"]
 
-def _trained_on_a_rank(folder):
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def _trained_on_a_rank(rank, world, tell):
     model = grown(network(), alpha=False)
     wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=.1)
@@ -206,9 +202,7 @@ def _trained_on_a_rank(folder):
     try: wrong(X)
     except RuntimeError as e: told = str(e)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    state = dict(weights=weights, alpha=model.slot("1").state(0).alpha, moved=bool((seed != before).any()), told=told)
-    torch.save(state, f"{folder}/{rank}.pt")
-    leave()
+    tell(dict(weights=weights, alpha=model.slot("1").state(0).alpha, moved=bool((seed != before).any()), told=told))
 
 
 # ---- weights that a hook computes
@@ -254,6 +248,3 @@ def test_a_hook_of_ones_own_that_computes_a_weight_is_a_line():
     copy.deepcopy(model)
     with pytest.raises(RuntimeError, match="0: a hook computes weight before every pass"):
         export_model(model, bake=True)
-
-
-if __name__ == "__main__": _trained_on_a_rank(sys.argv[1])

@@ -90,6 +90,7 @@ class Identity(gym.Env):
         self.t, self.now = self.t + 1, self.np_random.integers(0, 2, 3, dtype=np.int8)
         return self.now, reward, False, self.t == 20, {}
 
+@pytest.mark.slow
 def test_bits_are_learned():
     learner = Learner(SyncVectorEnv([Identity] * 4), PPOConfig(num_steps=64, num_updates=20, learning_rate=5e-3),
                       PolicyConfig(core="none"))

@@ -21,7 +21,7 @@ from esper_nb.run import plugins
 from esper_nb.run import (
     RepeatStore, begin_run, check_trust, get_recipe, main, open_run, report_html, simple_controllers)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +81,6 @@ def test_a_plugin_that_one_names_lends_a_folder_only_what_it_defines(gift, tmp_p
 
 # ---- values
 
-@pytest.fixture
-def without_pictures(monkeypatch):
-    monkeypatch.setattr("esper_nb.run.report.picture_html", lambda draw, alt: "")
-
 def spread(found, chance, values):
     "Draw values of as many different fields as there are; places of a list are one field."
     def field(case): return *case[:2], *(("*" if isinstance(k, int) else k) for k in case[2])
@@ -122,7 +118,7 @@ def test_settings_that_no_run_writes_are_a_line_or_passed_over(gift):
     rewrite(gift/"config.json", lambda config: config["run"]["ppo"].update(num_steps=2, num_updates=EVIL))
     with pytest.raises(ValueError, match="num_updates"): watched(gift)
 
-def test_a_setting_that_is_gone_is_a_line_and_its_rows_are_shown(gift, tmp_path, capsys, without_pictures):
+def test_a_setting_that_is_gone_is_a_line_and_its_rows_are_shown(gift, tmp_path, capsys):
     rewrite(gift/"config.json", lambda config: config["run"]["ppo"].update(compile=""))
     for argv in (["resume", gift], ["export", gift, "--out", tmp_path/"n.pt2"]):
         assert main(list(map(str, argv))) == 2
@@ -137,7 +133,7 @@ def test_settings_that_are_not_the_checkpoints_build_nothing(gift):
 def values_of(text): return [json.loads(line) for line in text.splitlines()] if "\n{" in text else json.loads(text)
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "final.jsonl", "comparison.json"])
-def test_a_changed_digit_is_noticed(gift, name, without_pictures):
+def test_a_changed_digit_is_noticed(gift, name):
     text = (gift/name).read_text()
     at = [m.start() for m in re.finditer(r"(?<=[\d.])\d", text)]
     for i in random.Random(0).sample(at, 10):

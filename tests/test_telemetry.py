@@ -24,7 +24,7 @@ from esper_nb.record import (
     decode_row, encode_row, find_metric, flatten, governor_rows, lane_scores, limit_rows, make_rows, metric_names,
     metric_table, new_run, pick_rows, population_rows, read_rows, rollbacks, run_rows, seed_lives, series,
     stage_spans)
-from esper_nb.train import EvalResult, Fault, FitConfig, disturb_at, fit, new_population
+from esper_nb.train import EvalResult, Fault, FitConfig, disturb_at, fit, get_task, new_population
 
 values = st.one_of(st.none(), st.booleans(), st.integers(-2**63 + 1, 2**63 - 1),
                    st.floats(allow_nan=True, allow_infinity=True), st.text())
@@ -301,7 +301,8 @@ def grown():
     "A guarded run with seeds and a NaN: (population, results, rows)."
     torch.set_num_threads(1)
     config = FitConfig(lanes=3, epochs=14)
-    pop = new_population("digits_impaired", config, rules=QUICK_RULES, blueprints=["norm", "conv_light"])
+    pop = new_population("digits_impaired", config, rules=QUICK_RULES, blueprints=["norm", "conv_light"],
+                         data=get_task("digits_impaired").load("cpu", None, 512))
     rows, results = run_rows(pop), []
     def disturb(*args):
         due = disturb_at([Fault("nan", 1, 7, 6)], int(pop.epoch.max()))
@@ -334,7 +335,8 @@ def test_rows_say_what_the_results_say(grown):
         losses = torch.tensor([row["batch.loss"] for row in pick_rows(rows, "batch", epoch=r.epoch)]).view(-1, 3)
         torch.testing.assert_close(losses, r.train.losses.float(), equal_nan=True)
         assert len(pick_rows(rows, "governor", epoch=r.epoch)) == len(r.reports)
-    assert [row["step"] for row in pick_rows(rows, "batch", lane=0)] == list(range(1, 14 * 20 + 1))
+    steps = sum(len(r.train.losses) for r in results)
+    assert [row["step"] for row in pick_rows(rows, "batch", lane=0)] == list(range(1, steps + 1))
 
 def test_states_of_seeds_agree_with_the_model(grown):
     pop, _, rows = grown

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tiny import update
 
 from esper_nb.guard import Governor
 
@@ -27,12 +28,7 @@ def train(way, seed, rate=.3, steps=400):
     x, y = points()
     net = nn.Sequential(nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 48), nn.ReLU(), nn.Linear(48, CLASSES))
     opt = torch.optim.SGD(net.parameters(), rate, momentum=.9)
-    def step(at):
-        loss = F.cross_entropy(net(x[at]), y[at])
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        return loss
+    def step(at): return update(opt, F.cross_entropy(net(x[at]), y[at]))
     governor = None if way == "alone" else Governor(net, opt, chance_loss=math.log(CLASSES))
     g = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -71,9 +67,5 @@ def test_a_network_that_never_learns_is_no_run_that_has_fallen():
     opt = torch.optim.SGD(net.parameters(), .05)
     governor = Governor(net, opt, chance_loss=math.log(CLASSES))
     for _ in range(300):
-        loss = F.cross_entropy(net(torch.randn(32, 16)), torch.randint(CLASSES, (32,)))
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        governor.watch(loss.detach())
+        governor.watch(update(opt, F.cross_entropy(net(torch.randn(32, 16)), torch.randint(CLASSES, (32,)))).detach())
     assert not governor.reports

@@ -93,7 +93,7 @@ def test_fp16_overflow_in_one_lane_halves_only_its_scale():
         assert all(torch.equal(by_lane(t, 4)[i], by_lane(there[k], 4)[i]) for k, t in lane_state(a.model).items())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_mixed_precision_learns(precision):
     pop = population("digits", precision=precision, lr=.05)
     records = list(fit(pop))

@@ -193,7 +193,8 @@ def test_a_call_elsewhere_is_answered_and_an_error_there_is_an_error_here(engine
     worker.close()
 
 
-def test_a_process_that_ends_is_a_lost_worker():
+def test_a_process_that_ends_is_a_lost_worker(monkeypatch):
+    monkeypatch.setattr(engines, "get_context", warm.context)
     worker = new_worker("process", Adder)
     worker.start("pid")
     os.kill(worker.finish(), signal.SIGKILL)

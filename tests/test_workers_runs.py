@@ -20,15 +20,15 @@ from esper_nb.run import (
     get_recipe, growth_rules, main, open_run, work_off)
 from esper_nb.show import EnvSource, watch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 KILLS, SEED = (int(os.environ.get(f"ESPER_NB_{name}", n)) for name, n in (("KILLS", 2), ("SEED", 0)))
 SETTINGS = ("env.num_envs=4", "env.horizon=4", "env.limit=128", "ppo.num_steps=4", "ppo.num_minibatches=2",
-            "save_every=1", "env.blueprints=[\"conv_light\"]")
+            "ppo.update_epochs=1", "save_every=1", "env.blueprints=[\"conv_light\"]")
 SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
 TRAIN = ("train", "digits_impaired", "--updates", KILLS + 2, "--inject", "nan:3:2", *SMALL, "--quiet", "--shards", 2,
          "--no-exact")
-TINY = {"env.num_envs": 4, "env.horizon": 4, "env.limit": 128, "ppo.num_steps": 4, "ppo.num_minibatches": 2,
-        "ppo.num_updates": 1, "env.blueprints": ["conv_light"]}
+TINY = {"env.num_envs": 2, "env.horizon": 4, "env.limit": 64, "ppo.num_steps": 4, "ppo.num_minibatches": 2,
+        "ppo.num_updates": 1, "ppo.update_epochs": 1, "env.blueprints": ["conv_light"]}
 
 def struck(argv, what, at, family):
     "Run the command in a session of its own; at its steps number `at` something dies, a worker a moment later."

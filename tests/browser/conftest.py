@@ -26,9 +26,10 @@ def find_chromium():
         return own if Path(own).exists() else None
     except Exception: return None
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     here = [i for i in items if Path(__file__).parent in i.path.parents]
-    if not here: return
+    for item in here: item.add_marker(pytest.mark.browser)
+    if not here or "not browser" in config.getoption("markexpr"): return # to look for one takes seconds
     why = None
     for name in ("playwright", "jupyterlab", "anywidget", "voila"):
         try: __import__(name)
@@ -36,7 +37,6 @@ def pytest_collection_modifyitems(items):
     if why is None and find_chromium() is None:
         why = "needs a Chromium: apt install chromium, or playwright install chromium, or set CHROMIUM to its path"
     for item in here:
-        item.add_marker(pytest.mark.browser)
         item.add_marker(pytest.mark.flaky(reruns=1)) # a busy machine can be too slow; the summary counts it
         if why: item.add_marker(pytest.mark.skip(reason=why))
 
