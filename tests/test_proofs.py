@@ -539,3 +539,20 @@ def test_a_layer_before_a_norm_is_put_back_although_no_loss_shows_its_scale(way)
     assert [(r.reason, r.cause) for r in reports] == [("state", "external")] and not none
     assert "model.0.weight changed between batch 119 and batch 120" in reports[0].why
     assert all(torch.equal(after[k], clean[k]) for k in clean)
+
+def test_a_rate_that_nobody_knows_was_not_tried():
+    "The weights of a loop whose optimizer is no part: no experiment has changed its rate."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    recorder, snapshot = StepRecorder([net]), Snapshot(net)
+    def step(x):
+        loss = net(x).square().mean()
+        net.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in net.parameters(): p -= 5 * p.grad
+        return loss
+    snapshot.take()
+    for k in range(40): recorder.run(step, torch.randn(16, 4, generator=torch.Generator().manual_seed(k)), k)
+    found = find_cause(recorder.incident_from(0, snapshot, REPORT), is_bad=lambda: ())
+    assert found.cause == "unknown" and "no optimizer" in found.why and "gradients" not in found.why, str(found)
