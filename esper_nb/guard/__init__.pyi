@@ -55,12 +55,12 @@ from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLA
     is_library_class as is_library_class, is_data_of as is_data_of, holds_arrays as holds_arrays,
     tables_of_optimizers as tables_of_optimizers, StepWalk as StepWalk, owned_by_parts as owned_by_parts,
     has_nan as has_nan, is_nan_in as is_nan_in, mark_of as mark_of, top_name as top_name, Given as Given,
-    clone_of as clone_of, arrays_in as arrays_in, flat as flat, exchanged as exchanged, moved_part as moved_part,
-    tail_of as tail_of, quick_sum as quick_sum, Watched as Watched, names_of as names_of, kept_of as kept_of,
-    marks_of as marks_of, FootprintState as FootprintState, Footprint as Footprint, Ruined as Ruined,
-    ruined_in as ruined_in, callers as callers, ruined_around as ruined_around, plays_around as plays_around,
-    NotSeen as NotSeen, content_of as content_of, tensor_digest as tensor_digest, values_inside as values_inside,
-    batch_digest as batch_digest)
+    clone_of as clone_of, arrays_in as arrays_in, flat as flat, exchanged as exchanged, left_to_loop as left_to_loop,
+    moved_part as moved_part, tail_of as tail_of, quick_sum as quick_sum, Watched as Watched, names_of as names_of,
+    kept_of as kept_of, marks_of as marks_of, FootprintState as FootprintState, Footprint as Footprint,
+    Ruined as Ruined, ruined_in as ruined_in, callers as callers, ruined_around as ruined_around,
+    plays_around as plays_around, NotSeen as NotSeen, content_of as content_of, tensor_digest as tensor_digest,
+    values_inside as values_inside, batch_digest as batch_digest)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)

@@ -13,9 +13,9 @@ __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED'
            'Unrestorable', 'is_used_up', 'kind_of_effect', 'wrapped_by', 'place_of', 'memory_of', 'Walk',
            'is_library_class', 'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'StepWalk', 'owned_by_parts',
            'has_nan', 'is_nan_in', 'mark_of', 'top_name', 'Given', 'clone_of', 'arrays_in', 'flat', 'exchanged',
-           'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState',
-           'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen', 'content_of',
-           'tensor_digest', 'values_inside', 'batch_digest']
+           'left_to_loop', 'moved_part', 'tail_of', 'quick_sum', 'Watched', 'names_of', 'kept_of', 'marks_of',
+           'FootprintState', 'Footprint', 'Ruined', 'ruined_in', 'callers', 'ruined_around', 'plays_around', 'NotSeen',
+           'content_of', 'tensor_digest', 'values_inside', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -1069,6 +1069,16 @@ def exchanged(
     return tuple([exchanged(v, stand_ins) if type(v) is tuple else stand_ins.get(id(v), v) for v in content])
 
 # %% ../../nbs/guard/21_footprint.ipynb #f7670f7e
+def left_to_loop(
+    holder: Holder, # that the loop writes into
+    is_part: bool, # of the run, so a rollback restores the tensors in it
+) -> Holder: # the same, or less of it
+    "Return what of a place a rollback leaves as the loop has set it: in a dict or a list that is a part, plain values."
+    if not is_part: return holder
+    if not isinstance(holder.obj, dict): return holder if all(map(is_plain, holder.values())) else Keys({}, "", ())
+    names = holder.names if isinstance(holder, Names) else list(holder.obj)
+    return Keys(holder.obj, holder.name, [k for k in names if is_plain(holder.obj.get(k, ABSENT))])
+
 def moved_part(
     holder: Holder, # now
     old: tuple, # its sign before
@@ -1147,13 +1157,16 @@ class Watched:
     def baseline(self) -> tuple: # for `resume`
         "Return what was noted, and what was written since."
         versions = [x.obj._version for x in self.tensors] # noqa: SLF001
-        return (self.holders, self.tensors, self.arrays, self.streams, self.signs,
+        written = [None if alike(h.sign(), old) else old for h, old in zip(self.holders, self.signs)]
+        return (self.holders, self.tensors, self.arrays, self.streams, written,
                 [a - b for a, b in zip(versions, self.versions)],
                 [None if quick_sum(x.obj) == s else s for x, s in zip(self.arrays, self.sums)])
 
     def resume(self, then: tuple): # of `baseline`; the values are those of then
         "Go on from there."
-        self.holders, self.tensors, self.arrays, self.streams, self.signs, since, sums = then
+        self.holders, self.tensors, self.arrays, self.streams, written, since, sums = then
+        parts = [id(h.obj) in self.walk.shared for h in self.holders] # these are restored already, with other tensors
+        self.signs = [h.sign() if part or old is None else old for h, old, part in zip(self.holders, written, parts)]
         self.versions = [x.obj._version - k for x, k in zip(self.tensors, since)] # noqa: SLF001
         self.sums = [quick_sum(x.obj) if s is None else s for x, s in zip(self.arrays, sums)]
 
@@ -1403,7 +1416,8 @@ class Footprint:
 
         Whole numbers that only a replay leaves alone belong to them: they count what the run has done, but not again.
         """
-        found = {id(h): h for h in self.by_loop.values()}
+        mine = [left_to_loop(h, id(h.obj) in self.walk.shared) for h in self.by_loop.values()]
+        found = {id(h): h for h in mine}
         for h in self.walk.holders.values():
             if not isinstance(h, Names) or not self.counters.intersection(h.labels()): continue
             rows = zip(h.names, h.labels(), h.read())
