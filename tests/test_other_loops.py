@@ -1176,8 +1176,12 @@ def mix_in_place(batch): batch["x"].mul_(.7).add_(batch["x"].flip(0), alpha=.3)
 def pop_labels(batch): batch.pop("y")
 def note_errors(batch): batch["error"] = batch["x"].square().mean(1)
 
+class WithInfo(dict):
+    "A batch of a replay buffer, with a record of what the environments told, which is empty."
+    def __init__(self, **columns): super().__init__(columns, info=SimpleNamespace())
+
 @pytest.mark.parametrize("kind, write", [(Slotted, mix_in_place), *itertools.product(
-    (dict, UserDict), (mix_in_place, pop_labels, note_errors))])
+    (dict, UserDict, WithInfo), (mix_in_place, pop_labels, note_errors))])
 @pytest.mark.parametrize("way", ["run", "batches"])
 def test_a_step_that_writes_into_its_batch_is_replayed_on_a_copy(write, kind, way):
     def train(guarded):
@@ -1464,3 +1468,62 @@ def test_moments_in_a_class_of_their_own_are_state_as_others_are(way):
     report, = governor.reports
     assert report.action == "rollback" and (mended[0] - clean[0]).abs().max() < .1
     if way == "run": assert all(map(torch.equal, mended, clean)) and report.cause == "external"
+
+
+@pytest.mark.parametrize("wreck", ["weight", "place", "batch"])
+@pytest.mark.parametrize("way", ["watch", "run", "batches"])
+def test_weights_that_each_step_makes_anew_in_a_dict_that_is_a_part_are_put_back(way, wreck):
+    "As in a functional loop: a rollback left the ruined weights in place, as if the loop had set them."
+    def train(guarded):
+        run = dict(weights=dict(w=torch.zeros(4)), moments=(torch.zeros(4),), rate=.02)
+        g = torch.Generator().manual_seed(0)
+        def step(batch):
+            x, y = batch
+            w = run["weights"]["w"].detach().requires_grad_()
+            loss = (x @ w - y).square().mean()
+            moment = .9 * run["moments"][0] + torch.autograd.grad(loss, w)[0]
+            run.update(weights=dict(w=w.detach() - run["rate"] * moment), moments=(moment,))
+            return loss.detach()
+        def data():
+            for i in range(60):
+                x = torch.randn(16, 4, generator=g)
+                if guarded and i == 41:
+                    if wreck == "weight": run["weights"]["w"][0] = torch.nan
+                    if wreck == "place": run["weights"] = dict(w=torch.full((4,), torch.nan))
+                    if wreck == "batch": x = x * torch.nan
+                yield x, x.sum(1)
+        governor = Governor(run, chance_loss=None, config=OFTEN) if guarded else None
+        if not guarded:
+            for batch in data(): step(batch)
+        elif way == "batches":
+            for batch in governor.batches(data()): governor.watch(step(batch))
+        else:
+            for batch in data(): governor.run(step, batch) if way == "run" else governor.watch(step(batch))
+        return governor, run
+    (governor, run), clean = train(True), train(False)[1]
+    report, = governor.reports
+    assert report.rolled_back and run["weights"]["w"].isfinite().all() and (run["weights"]["w"] - 1).abs().max() < .3
+    if way == "watch": return
+    assert report.redone and report.cause in (("data",) if wreck == "batch" else ("external", "inputs"))
+    if wreck != "batch": assert torch.equal(run["weights"]["w"], clean["weights"]["w"])
+
+
+@pytest.mark.parametrize("kind", [dict, tuple, list])
+def test_weights_that_each_step_makes_anew_are_put_back_again_and_again(kind):
+    "Found in the code of the step: what that had made in a replay counted as written by the loop, and stayed so."
+    moments = kind(dict(m=torch.zeros(4)) if kind is dict else [torch.zeros(4)])
+    run = dict(weights=dict(w=torch.zeros(4)), moments=moments)
+    def step(x):
+        w, moments = run["weights"]["w"].detach().requires_grad_(), run["moments"]
+        loss = (x @ w - x.sum(1)).square().mean()
+        moment = .9 * moments["m" if kind is dict else 0] + torch.autograd.grad(loss, w)[0]
+        run.update(weights=dict(w=w.detach() - .02 * moment))
+        run["moments"] = dict(m=moment) if kind is dict else kind([moment])
+        return loss.detach()
+    governor = Governor(nn.Linear(1, 1), chance_loss=None, config=OFTEN)
+    g = torch.Generator().manual_seed(0)
+    for i in range(120):
+        if i in (41, 71): run["weights"]["w"][0] = torch.nan
+        governor.run(step, torch.randn(16, 4, generator=g))
+    assert [r.cause for r in governor.reports] == ["external", "external"] and all(r.redone for r in governor.reports)
+    assert (run["weights"]["w"] - 1).abs().max() < .1

@@ -536,3 +536,21 @@ def test_a_rate_that_leapt_is_tried_before_what_was_always_so(rises, tried_first
     told = governor.explain()
     assert [e.experiment for e in told.evidence][:2] == ["nothing", tried_first]
     if tried_first != "in float32": assert told.cause == "rate"
+
+
+def test_a_rate_that_nobody_knows_was_not_tried():
+    "The weights of a loop whose optimizer is no part: no experiment has changed its rate."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    recorder, snapshot = StepRecorder([net]), Snapshot(net)
+    def step(x):
+        loss = net(x).square().mean()
+        net.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in net.parameters(): p -= 5 * p.grad
+        return loss
+    snapshot.take()
+    for k in range(40): recorder.run(step, torch.randn(16, 4, generator=torch.Generator().manual_seed(k)), k)
+    found = find_cause(recorder.incident_from(0, snapshot, REPORT), is_bad=lambda: ())
+    assert found.cause == "unknown" and "no optimizer" in found.why and "gradients" not in found.why, str(found)

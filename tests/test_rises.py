@@ -801,3 +801,30 @@ def test_live_weights_come_back_with_the_rate_of_their_schedule(kind, raised):
     tick(2)
     exchange.put_live()
     assert opt.param_groups[0]["lr"] == pytest.approx(alone.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_losses_that_overflow_in_an_explosion_do_not_stop_the_clock(way):
+    "As in a loop of MAML: every second loss was infinite, and the old weights came after twice as many batches."
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(x):
+        weight = net.weight.item()
+        opt.zero_grad()
+        (net.weight * x.sign().mean()).sum().backward()
+        opt.step()
+        if abs(weight) < 4: return .5 + .01 * x[0].item()
+        return math.inf if x[0] > 0 else 1e30
+    g = torch.Generator().manual_seed(0)
+    for i in range(300):
+        if i == 150: opt.param_groups[0]["lr"] = 300.
+        x = torch.randn(8, generator=g)
+        x[0] = x[0].abs() * (1 if i % 2 else -1)
+        if way == "run": governor.run(step, x)
+        else: governor.watch(step(x))
+        if governor.reports: break
+    report = governor.reports[0]
+    assert report.reason == "explosion" and report.action == "rollback" and report.batch < 215
+    assert report.loss == pytest.approx(1e30) and any(n.action == "harmless" for n in governor.notes)

@@ -286,8 +286,9 @@ def part_by_exclusion(found: Findings, written: Sequence[Written]) -> Parting:
     perhaps = "" if footprint is None else footprint.perhaps
     if not at: return Parting("unknown", f"{same}, the first one since the good state: the step reads something that "
                               f"is other now than it was then, and that I do not have{perhaps}")
-    return Parting("external", f"{same}, although the step repeats exactly and torch has counted no other "
-                   "write: hardware, or code that writes through `.data` or numpy, in a callback or under a condition"
+    return Parting("external", f"{same}, although the step repeats exactly, and no other write was seen: hardware, "
+                   "or code that writes through `.data` or numpy, or into what a step has made anew, in a callback or "
+                   "under a condition"
                    + (f", or into something that I do not see{perhaps}" if perhaps else ""), k)
 
 # %% ../../nbs/guard/26_causes.ipynb #22f2135c
@@ -1288,6 +1289,8 @@ class Inquiry:
         again = "the run ruins itself again, and no change"
         if not self.slower: return said(found, "unknown", f"{again} of data, settings or gradients cures it; smaller "
                                         "steps were not tried: `explain()` tries them")
+        if not self.replay.optimizers: return said(found, "unknown", f"{again} of data, order, inputs or precision "
+                                                   "cures it; no optimizer is a part, so no other rate was tried")
         return said(found, "unknown", f"{again} of data, order, learning rate, "
                     "precision or gradients cures it: look at the step itself")
 

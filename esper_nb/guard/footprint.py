@@ -12,10 +12,10 @@ __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED'
            'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'is_used_up', 'kind_of_effect',
            'owned_by_parts', 'memory_of', 'has_state', 'attributes_of', 'slots_of', 'fields_of', 'module_of', 'Walk',
            'is_library_class', 'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'wrapped_by', 'StepWalk',
-           'mark_of', 'top_name', 'Given', 'arrays_in', 'flat', 'clone_of', 'exchanged', 'moved_part', 'tail_of',
-           'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'has_nan', 'is_nan_in',
-           'Ruined', 'ruined_in', 'callers', 'walk_around', 'ruined_around', 'plays_around', 'NotSeen', 'tensor_digest',
-           'values_inside', 'batch_digest']
+           'mark_of', 'top_name', 'Given', 'arrays_in', 'flat', 'clone_of', 'exchanged', 'left_to_loop', 'moved_part',
+           'tail_of', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'has_nan',
+           'is_nan_in', 'Ruined', 'ruined_in', 'callers', 'walk_around', 'ruined_around', 'plays_around', 'NotSeen',
+           'tensor_digest', 'values_inside', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -1060,6 +1060,16 @@ def exchanged(
     return tuple([exchanged(v, stand_ins) if type(v) is tuple else stand_ins.get(id(v), v) for v in content])
 
 # %% ../../nbs/guard/21_footprint.ipynb #f7670f7e
+def left_to_loop(
+    place: ValuePlace, # that the loop writes into
+    is_part: bool, # of the run, so a rollback restores the tensors in it
+) -> ValuePlace: # the same, or less of it
+    "Return what of a place a rollback leaves as the loop has set it: in a dict or a list that is a part, plain values."
+    if not is_part: return place
+    if not isinstance(place.obj, dict): return place if all(map(is_plain, place.values())) else Keys({}, "", ())
+    names = place.names if isinstance(place, Names) else list(place.obj)
+    return Keys(place.obj, place.name, [k for k in names if is_plain(place.obj.get(k, ABSENT))])
+
 def moved_part(
     place: ValuePlace, # now
     old: tuple, # its sign before
@@ -1130,13 +1140,17 @@ class Watched:
         self.leaf_signs: list[int | None] = [x.sign() for x in self.leaves]
 
     def baseline(self) -> tuple: # for `resume`
-        "Return what was noted, and which tensors and arrays were written since."
+        "Return what was noted, and what was written since."
+        moved = [None if alike(place.sign(), old) else old for place, old in zip(self.places, self.signs)]
         written = [x.sign() != then for x, then in zip(self.leaves, self.leaf_signs)]
-        return self.places, self.leaves, self.streams, self.signs, written
+        return self.places, self.leaves, self.streams, moved, written
 
     def resume(self, then: tuple): # of `baseline`; the values are those of then
         "Go on from there."
-        self.places, self.leaves, self.streams, self.signs, written = then
+        self.places, self.leaves, self.streams, moved, written = then
+        fresh = [id(place.obj) in self.walk.shared for place in self.places] # parts are restored, with other tensors
+        self.signs = [place.sign() if new or old is None else old
+                      for place, old, new in zip(self.places, moved, fresh)]
         self.leaf_signs = [None if was else x.sign() for x, was in zip(self.leaves, written)]
 
     def changed(self) -> Given | None: # None: nothing
@@ -1375,7 +1389,8 @@ class Footprint:
 
         Whole numbers that only a replay leaves alone belong to them: they count what the run has done, but not again.
         """
-        found = {id(place): place for place in self.by_loop.values()}
+        mine = [left_to_loop(place, id(place.obj) in self.walk.shared) for place in self.by_loop.values()]
+        found = {id(place): place for place in mine}
         for place in self.walk.places.values():
             if not isinstance(place, Names) or not self.counters.intersection(place.labels()): continue
             rows = zip(place.names, place.labels(), place.read())

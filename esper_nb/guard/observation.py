@@ -772,9 +772,10 @@ class RunJudge:
         run.good.probation.count()
         if not verdict.code[0]: return None, m
         reason, patience = verdict.reason(0), patience_of(config)
+        seen = m
         m = m._replace(reasons={0: reason}, verdict=verdict)
         if reason == "non-finite":
-            if self.state.is_harmless(m, patience, config): return None, m
+            if self.state.is_harmless(m, patience, config): return self._follow_lost(seen, config)
             m = self.state.in_vain(m, patience, config)
         if reason != "non-finite" and run.snapshot.is_apart(): return PhaseMove.FAIL, m.of_state(APART)
         blamed = reason != "rise" or self.comparison.is_yardstick(config)
@@ -795,11 +796,22 @@ class RunJudge:
         text = "" if self.run.ranks else self.updates.forget_ruined()
         if text: self.run.log.remark("moments", text)
 
+    def _follow_lost(self, m: Moment, config: GovernorConfig) -> tuple[PhaseMove | None, Moment]:
+        "Count a loss that is not finite, in an explosion, as one more like the last: where losses overflow, time runs."
+        rise = self.observed.monitor
+        if rise is None or rise.reason != "explosion" or self.observed.in_turns: return None, m
+        m = m._replace(loss=rise.losses[-1])
+        return self._take_in(m, config), m
+
     def _follow(self, m: Moment, config: GovernorConfig) -> PhaseMove:
-        "Take a loss into the rise under observation; without a sign beside the loss no turns begin."
+        "Take a loss into the rise under observation."
+        self.run.verdicts.count()
+        self.run.good.probation.count()
+        return self._take_in(m, config)
+
+    def _take_in(self, m: Moment, config: GovernorConfig) -> PhaseMove:
+        "Ask what a loss means for the rise under observation; without a sign beside the loss no turns begin."
         run, seen, effects = self.run, self.observed, self.effects
-        run.verdicts.count()
-        run.good.probation.count()
         effects.rise.suspect = effects.have_signs(config, unknown=False)
         if len(effects.rise.x) + 1 == BACK: effects.date()
         move = seen.follow(m.loss, run.verdicts.linear, patience_of(config), self.comparison.possible,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..core import RandomStreams
 from .footprint import (
-    CODE, PLAIN, Footprint, batch_digest, bits_of, dense_parts, same_values, values_inside)
+    CODE, PLAIN, Footprint, attributes_of, batch_digest, bits_of, dense_parts, same_values, values_inside)
 from .losses import loss_of
 from .rates import has_rate, set_setting
 from .reports import Explanation, Report
@@ -86,7 +86,8 @@ def is_data(
     if depth == 0 or isinstance(batch, (*CODE, nn.Module)): return False
     found = list(batch.values()) if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else None
     inside = values_inside(batch) if found is None else found
-    opaque, memory = found is None and not inside, len(inside) > 512 # a batch is neither
+    opaque = found is None and not inside and attributes_of(batch) != {} # an empty record is none
+    memory = len(inside) > 512 # a batch is neither
     return not opaque and not memory and all(is_data(v, depth - 1) for v in inside)
 
 # %% ../../nbs/guard/24_recorder.ipynb #8bd342c7
@@ -163,7 +164,9 @@ class RecordedStep:
         if self.owned: other = own_copy(other)
         self.repeats.now = True
         try: return number_of(self.call(other, optimizers))
-        finally: self.repeats.now = False
+        finally:
+            self.repeats.now = False
+            if self.footprint is not None: self.footprint.watch.begin() # what it has written is none of the loop's
 
     def changed(self) -> str: # what of it, to be read by the user; empty: nothing
         "Say whether the batch, or what the loop gave the step beside it, was changed in place since."
