@@ -359,11 +359,6 @@ class RunComparison:
         return self.same.evaluate == self.repairs.evaluate and self.repairs.reliable
 
     @property
-    def loses_batches(self) -> bool:
-        "Whether the loop only reports its losses: what comes after the good state cannot be trained on again."
-        return not self.repairs.recorder.runs
-
-    @property
     def is_proven(self) -> bool:
         "Whether the loss has been shown to measure the weights of this run."
         return self.calibration.fit > 1 and not self.calibration.unfit
@@ -443,13 +438,13 @@ class RiseEffects:
     def date(self):
         "Look whether the rise began with something that was done to the run: a state from before that is good."
         run, t = self.run, self.rise
-        if not self.comparison.loses_batches: return
+        if self.recovery.repairs.keeps_batches: return
         begun = run.losses.watched - len(t.x) - 1
         sign = self.updates.latest_between(run.good.at().batch, begun)
-        at_once = sign is not None and begun - sign.batch <= 2 * BACK
-        clear = t.reason == "explosion" or sign is not None and is_clearly_above(
-            t.x, on_scale(np.array(sign.before), t.linear)[:len(t.x)])
-        if run.ranks.any([not (at_once and clear)])[0] or sign is None: return
+        before = on_scale(np.array(() if sign is None else sign.before), t.linear)
+        clear = t.reason == "explosion" or is_clearly_above(t.x, before[:len(t.x)])
+        dated = sign is not None and begun - sign.batch <= 2 * BACK and clear
+        if run.ranks.any([not dated])[0] or sign is None: return
         t.worthless = self.comparison.fall.is_below_untrained(t.losses)
         run.good.publish_before(sign.batch, lambda refused: run.ranks.any([refused])[0])
 
@@ -644,11 +639,10 @@ class RunCheckup:
     def find_small_rise(self, config: GovernorConfig) -> Moment | None: # None: there is none
         "Look for a rise that no rule has found, where a comparison costs no batch; once after each good state."
         run, comparison = self.run, self.comparison
-        if not (patience_of(config) and self.observed.calm): return None
-        if run.budget.stopped[0]: return None
+        if not (patience_of(config) and self.observed.calm) or run.budget.stopped[0]: return None
         good, recent = run.good.at(), run.losses.recent
         batch, before = good.batch, good.losses
-        if comparison.loses_batches:
+        if not self.recovery.repairs.keeps_batches:
             sign = None if run.ranks else self.state.updates.latest_between(good.batch, run.losses.watched - BACK)
             if sign is None or sign.kind != "written": return None
             if not comparison.fall.is_below_untrained(recent): return None
@@ -715,13 +709,13 @@ class RunJudge:
         self.updates = UpdateWatch(run.snapshot, run.losses, gated, aside=lambda: observed.old_in_place)
         self.repairs = Repairs(run.snapshot, run.ranks, run.good.probation, self.updates.note_written,
                                self.updates.relieved)
-        recorder = self.repairs.recorder
-        beside = Beside(run.snapshot, lambda: recorder.footprint)
+        repairs = self.repairs # what refers to it does not refer to all of this
+        beside = Beside(run.snapshot, lambda: repairs.recorder.footprint)
         self.state = StateJudge(run, StateHealth(run.snapshot), self.updates, beside)
         self.recovery = Recovery(run, self.repairs, self.state.health.bad_now, self.updates.unseen)
         self.comparison = RunComparison(run, self.repairs, self.updates.unseen, evaluate)
         self.effects = RiseEffects(run, observed, self.comparison, self.recovery, self.updates, beside.plays)
-        self.response = SingleRun(run.snapshot, run.rates, self.repairs.keeping_inputs, lambda: recorder.runs > 0)
+        self.response = SingleRun(run.snapshot, run.rates, repairs.keeping_inputs, lambda: repairs.keeps_batches)
         self.checkup = RunCheckup(run, observed, self.comparison, self.recovery, self.state)
         run.log.followers.append(self.repairs.follow)
 

@@ -279,14 +279,11 @@ class GoodStates:
         agree: Callable[[bool], bool] = bool, # for several processes: whether it is true on any
     ):
         "Publish the snapshot on probation before its time, if the loss of that state was healthy, and none an anomaly."
-        bad, held = self.snapshot.find_late(wait=True), self.snapshot.banks.held[0]
+        held = self.snapshot.banks.held[0]
         first = 0 if held is None else held.step or 0 # number of the loss that the state itself gives
         late = [(k, x) for k, x in anomalies if k >= first] # the latest eight are known
         speaks = len(late) > 4 or any(k == first or math.isfinite(x) for k, x in late)
-        doubted = held is None or not self.probation.since or speaks
-        if agree(bool(bad) or doubted) or held is None: return
-        self.early = held.number
-        self.publish(None)
+        self._publish_unless(speaks or not self.probation.since, agree)
 
     def publish_before(
         self,
@@ -294,9 +291,13 @@ class GoodStates:
         agree: Callable[[bool], bool] = bool, # for several processes: whether it is true on any
     ):
         "Publish the snapshot on probation, if it is older than what has damaged the run since."
+        held = self.snapshot.banks.held[0]
+        self._publish_unless(held is None or self.probation.saved[held.number].batch >= batch, agree)
+
+    def _publish_unless(self, doubted: bool, agree: Callable[[bool], bool]):
+        "Publish the snapshot on probation before its time, if it is there and finite, and no process doubts it."
         bad, held = self.snapshot.find_late(wait=True), self.snapshot.banks.held[0]
-        newer = held is None or self.probation.saved[held.number].batch >= batch
-        if agree(bool(bad) or newer) or held is None: return
+        if agree(doubted or bool(bad) or held is None) or held is None: return
         self.early = held.number
         self.publish(None)
 

@@ -171,9 +171,14 @@ class Repairs:
         return () if footprint is None else footprint.ruined_since(self.snapshot)
 
     @property
+    def keeps_batches(self) -> bool:
+        "Whether steps are trained by `run`: where a loop only reports its losses, a rollback loses its batches."
+        return self.recorder.runs > 0
+
+    @property
     def repeatable(self) -> bool:
         "Whether steps are trained by `run`, and can be repeated."
-        return self.recorder.runs > 0 and self.reliable
+        return self.keeps_batches and self.reliable
 
     @property
     def reliable(self) -> bool:
@@ -511,7 +516,7 @@ class Recovery:
         for r in reports:
             if r.rolled_back and r.reason == "state" and not r.lost: self._blame_write(r)
         report = next((r for r in reports if r.lost and r.action in ("rollback", "replay", "stop")), None)
-        if report is None or report.lost is None or not self.repairs.recorder.runs: return
+        if report is None or report.lost is None or not self.repairs.keeps_batches: return
         incident = self.repairs.open(report.lost[0], report)
         self.repairs.wind_back(report, config.skip_window)
         with self.unseen():
