@@ -678,7 +678,7 @@ def test_what_was_found_out_about_a_rise_that_stays_is_not_said_of_the_next_inci
         return asked[-1]
     def nothing(*_, **__): return None
     repairs = SimpleNamespace(
-        repeatable=True, within_reach=True, recorder=SimpleNamespace(runs=9), find_cause=explained, apply=nothing,
+        repeatable=True, within_reach=True, keeps_batches=True, find_cause=explained, apply=nothing,
         open=lambda *_: SimpleNamespace(report=None), wind_back=nothing)
     repairs.redo = nothing
     recovery = Recovery(run, repairs, tuple, nullcontext)
