@@ -538,6 +538,29 @@ def test_a_rate_that_leapt_is_tried_before_what_was_always_so(rises, tried_first
     if tried_first != "in float32": assert told.cause == "rate"
 
 
+def test_a_rate_that_leapt_is_proved_where_holding_it_spares_the_run_nearly_all_of_the_harm():
+    "A drift of the step's own begins at the same time: what is left of the harm is small, and far above the noise."
+    torch.manual_seed(0)
+    net = nn.Linear(8, 1)
+    nn.init.ones_(net.weight)
+    opt = torch.optim.SGD(net.parameters(), .02)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(given):
+        x, y, drift = given
+        loss = F.mse_loss(net(x), y)
+        opt.zero_grad(), loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.)
+        opt.step()
+        net.weight.data.add_(drift)
+        return loss
+    for k, x in enumerate(torch.randn(200, 32, 8)):
+        opt.param_groups[0]["lr"] = 6. if k >= 110 else .02
+        governor.run(step, (x, x.sum(1, keepdim=True) + .1 * torch.randn(32, 1), .003 * (k >= 110)))
+        if governor.reports: break
+    assert [r.cause for r in governor.reports] == ["rate"], [*map(str, governor.reports)]
+
+
+
 def test_a_rate_that_nobody_knows_was_not_tried():
     "The weights of a loop whose optimizer is no part: no experiment has changed its rate."
     torch.manual_seed(0)

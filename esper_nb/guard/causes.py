@@ -525,6 +525,7 @@ class Experiment(NamedTuple):
     confirm: Callable[[Replay, Findings], None] | None = None # changes it in another way, which has to cure, too
     control: Callable[..., None] | None = None # (replay, findings, seed=): changes as much, but not what is to blame;
         # if that cures as well, nothing is proved
+    may_leave_some: bool = False # of the harm: what it undoes came all at once, and the run need not be as good as new
 
 # %% ../../nbs/guard/26_causes.ipynb #expdata
 def leave_out_odd(replay: Replay, found: Findings):
@@ -861,7 +862,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         fits=lambda r, f: bool(switched_inputs(r.steps)), help="a sign, a weight or a switch of the loop"),
     "the learning rate from before it leapt": Experiment(
         change=lambda r, f: hold_rate(r), cause="rate", why=lambda r, f: rate_rose(f),
-        fits=lambda r, f: rate_leaps(f) and not is_in_cycles(r), help="a rate that was raised at once"),
+        fits=lambda r, f: rate_leaps(f) and not is_in_cycles(r), help="a rate that was raised at once",
+        may_leave_some=True),
     "in float32": Experiment(
         change=lambda r, f: full_precision(r), cause="precision",
         why=lambda r, f: few_bits(f),
@@ -1271,7 +1273,9 @@ class Inquiry:
         harm, spread = self.again.gap.by, self.again.spread
         slower = any(e.cause == "lr_too_high" for e in rows)
         stands_still = slower and gap.worse >= .8 # too slow to do much harm is no cure
-        if not gap.by <= max(spread, min(.15 * harm, 6 * spread)) or stands_still: return False
+        enough = max(spread, min(.15 * harm, 6 * spread))
+        if math.isfinite(harm) and any(e.may_leave_some for e in rows): enough = max(enough, SPARED * harm)
+        if not gap.by <= enough or stands_still: return False
         return not (any(e.cause in SLOWER for e in rows) and self.again.has_learnt_more()) # less of a new task
 
     def _climbs(self) -> bool:
