@@ -263,8 +263,8 @@ def test_resume_in_a_new_process_is_exact(core, mode, more, tmp_path, monkeypatc
         else: exec(RUN, {})
         torch.set_num_threads(threads)
         return json.loads(Path(f"{path}.json").read_text())
-    whole = run(tmp_path / "whole", 8)
-    parts = run(tmp_path / "parts", 4, more=more) + run(tmp_path / "parts", 4, resume=1, new_process=True)
+    whole = run(tmp_path / "whole", 4)
+    parts = run(tmp_path / "parts", 2, more=more) + run(tmp_path / "parts", 2, resume=1, new_process=True)
     assert whole == parts
     a, b = (tensors_of(read_checkpoint(tmp_path / name)[0]) for name in ("whole", "parts"))
     assert a.keys() == b.keys() and len(a) > 40

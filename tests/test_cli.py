@@ -345,6 +345,7 @@ def test_a_run_without_a_terminal_goes_on_to_its_end(tmp_path, monkeypatch):
     assert status == 0 and (tmp_path/"digits"/"weights.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_docstrings_may_be_stripped(tmp_path):
     code = f"""
 from esper_nb.run.cli import main
