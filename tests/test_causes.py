@@ -282,6 +282,27 @@ def test_a_rate_that_rose_for_some_steps_costs_none_of_them():
     x, y = batch(10**6)
     assert F.cross_entropy(loop.net.eval()(x), y) < 1
 
+def test_a_schedule_that_begins_again_had_no_spell():
+    "Near its end the rate falls to a third, then it leaps: of the two in this order the rate was found guilty."
+    def train(governed):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 10))
+        opt = torch.optim.SGD(net.parameters(), .3, momentum=.9)
+        clock = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(opt, 50)
+        governor = Governor(net, opt, clock, chance_loss=None, config=CONFIG) if governed else None
+        def step(xy):
+            loss = update(opt, F.cross_entropy(net(xy[0]), xy[1]))
+            clock.step()
+            return loss
+        def hard(k): # batches behind the restart are harder for a while
+            (x, y), g = batch(k), torch.Generator().manual_seed(k)
+            return (x + 2 * torch.randn(x.shape, generator=g), y) if 54 <= k < 60 else (x, y)
+        for k in range(90): take(governor, step, hard(k), "run")
+        return net[0].weight, governor
+    clean, _ = train(False)
+    weight, governor = train(True)
+    assert not governor.reports and torch.equal(weight, clean)
+
 def test_a_rollback_by_hand_is_not_redone():
     loop = end_of(None)
     good = loop.gov.snapshot.good_state().bank["model", "0.weight"].clone()

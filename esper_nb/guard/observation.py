@@ -672,6 +672,7 @@ class RunCheckup:
         run, comparison = self.run, self.comparison
         if self.state.updates.leap: run.log.remark("rate", self.state.updates.leap)
         self.remark_unused()
+        if idle := self.state.updates.find_idle(): run.log.remark("optimizer", idle)
         if nan := self.state.health.plain.find_nan():
             run.log.remark("plain", f"{listed(nan, 3, 999)} has NaN in it for a while, and no rollback puts that back, "
                            "since it is neither parameter nor buffer: put good values there, and use `register_buffer`")
