@@ -1591,3 +1591,20 @@ def test_gradients_that_add_up_for_long_and_steps_without_hooks_are_no_idle_opti
             opt.zero_grad()
         governor.watch(loss)
     assert "has stepped" not in caplog.text
+
+
+def test_a_rate_that_no_optimizer_has_is_not_said_to_be_cut():
+    "A loop that steps by hand was told that its rate is cut, which nobody can do but the loop."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    governor = Governor(net, chance_loss=None)
+    for k in range(420):
+        x = torch.randn(64, 4)
+        if k >= 150: net.weight.data += 60 * torch.randn(3, 4) # as steps of a rate that is far too high
+        net.zero_grad()
+        loss = F.cross_entropy(net(x), (x @ AIM > 1).long()[:, 0] + (x @ AIM > -1).long()[:, 0])
+        loss.backward()
+        net.weight.data -= .5 * net.weight.grad
+        governor.watch(loss)
+    told = [r.why for r in governor.reports if "nothing is lost by going back" in r.why]
+    assert told and all("of your loop" in why and "should be cut" in why for why in told) and governor.lr_factor == 1.
