@@ -13,7 +13,7 @@ from tiny import fed, same, take, update
 
 from benchmarks.foreign_bench import story_run
 from esper_nb.guard import (
-    EXPERIMENTS, Experiment, Governor, GovernorConfig, GovernorStop, Repairs, StepRecorder, idle)
+    EXPERIMENTS, Experiment, Governor, GovernorConfig, GovernorStop, Repairs, Replay, StepRecorder, had_a_spell, idle)
 
 CONFIG = GovernorConfig(snapshot_every=20, probation=20, patience=24, gate=False, lost_confirm=1)
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
@@ -281,6 +281,19 @@ def test_a_rate_that_rose_for_some_steps_costs_none_of_them():
     assert [r.cause for r in loop.gov.reports] == ["rate"] and loop.gov.reports[0].redone > 0
     x, y = batch(10**6)
     assert F.cross_entropy(loop.net.eval()(x), y) < 1
+
+def test_a_schedule_that_begins_again_had_no_spell():
+    "Near its end the rate falls to a third, then it leaps: of the two in this order the rate was found guilty."
+    def has_spell(rates):
+        loop = Loop(rate=rates[0])
+        for k, rate in enumerate(rates):
+            loop.clock.base_lrs = [rate * (1 + k / 1000)]
+            loop.opt.param_groups[0]["lr"] = rate
+            loop.gov.run(loop.step, batch(k))
+        with Replay(loop.gov.recorder.incident_from(0, loop.gov.snapshot)) as replay: return had_a_spell(replay)
+    cosine = [.005 * (1 + math.cos(math.pi * k / 12)) + 1e-9 for k in range(12)]
+    assert not has_spell([*cosine[2:], *cosine[:3]]) # from near the top of a cycle to near the top of the next one
+    assert has_spell([.01] * 4 + [.1] * 4 + [.01] * 4)
 
 def test_a_rollback_by_hand_is_not_redone():
     loop = end_of(None)

@@ -1527,3 +1527,84 @@ def test_weights_that_each_step_makes_anew_are_put_back_again_and_again(kind):
         governor.run(step, torch.randn(16, 4, generator=g))
     assert [r.cause for r in governor.reports] == ["external", "external"] and all(r.redone for r in governor.reports)
     assert (run["weights"]["w"] - 1).abs().max() < .1
+
+
+def train_layer_by_layer(way, fault, guarded=True):
+    "Weights of two layers that are trained one after the other by one step; those of the second become NaN at 66."
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.Linear(8, 4)
+    opts = [torch.optim.SGD(m.parameters(), .05) for m in layers]
+    governor = Governor(*layers, *opts, chance_loss=None, config=OFTEN) if guarded else None
+    h, k = torch.randn(256, 4), 0
+    for layer, opt in zip(layers, opts):
+        def step(x): return descend(opt, (layer(x).tanh().square().mean(1) - .3).square().mean())
+        def source():
+            nonlocal k
+            for _ in range(60):
+                if fault and k == 66: layer.weight.data[0, 0] = torch.nan
+                k += 1
+                yield h[torch.randint(0, 256, (32,))]
+        if way == "batches" and governor is not None:
+            for x in governor.batches(source()): governor.watch(step(x))
+        else:
+            for x in source(): take(governor, step, x, way)
+        with torch.no_grad(): h = layer(h)
+    return [m.weight.detach() for m in layers], governor
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+def test_a_step_is_replayed_with_the_network_that_its_closure_named_then(way):
+    "A variable of a closure that names a network was not noted: the next layer's batches went through the one before."
+    clean, _ = train_layer_by_layer(way, fault=False, guarded=False)
+    weights, governor = train_layer_by_layer(way, fault=True)
+    report, = governor.reports
+    assert report.cause == "external" and report.restored_batch < 60 and report.redone > 0
+    assert all(map(torch.equal, weights, clean))
+
+
+@pytest.mark.parametrize("anew, says", [("optimizer", "another one for these weights (Adam)"),
+                                        ("both", "nothing happens to their weights")])
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_governor_of_what_is_never_trained_says_so(anew, says, way, caplog):
+    "A loop that makes its network anew after the Governor was told that there was nothing to do."
+    net = nn.Linear(4, 1)
+    opt = torch.optim.Adam(net.parameters())
+    governor = Governor(net, opt, chance_loss=None)
+    if anew == "both": net = nn.Linear(4, 1)
+    opt = torch.optim.Adam(net.parameters())
+    def step(x): return descend(opt, net(x).square().mean())
+    for x in torch.randn(160, 8, 4): take(governor, step, x, way)
+    assert "no optimizer among the parts has stepped" in caplog.text and says in caplog.text
+
+
+def without_hooks(params): return Clipping(torch.optim.SGD(params, .01))
+
+@pytest.mark.parametrize("make, every", [(lambda params: torch.optim.SGD(params, .01), 150), (without_hooks, 1)])
+def test_gradients_that_add_up_for_long_and_steps_without_hooks_are_no_idle_optimizer(make, every, caplog):
+    net = nn.Linear(4, 1)
+    opt = make(net.parameters())
+    governor = Governor(net, opt, chance_loss=None)
+    for k, x in enumerate(torch.randn(300, 8, 4)):
+        loss = net(x).square().mean()
+        loss.backward()
+        if k % every == every - 1:
+            opt.step()
+            opt.zero_grad()
+        governor.watch(loss)
+    assert "has stepped" not in caplog.text
+
+
+def test_a_rate_that_no_optimizer_has_is_not_said_to_be_cut():
+    "A loop that steps by hand was told that its rate is cut, which nobody can do but the loop."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    governor = Governor(net, chance_loss=None)
+    for k in range(420):
+        x = torch.randn(64, 4)
+        if k >= 150: net.weight.data += 60 * torch.randn(3, 4) # as steps of a rate that is far too high
+        net.zero_grad()
+        loss = F.cross_entropy(net(x), (x @ AIM > 1).long()[:, 0] + (x @ AIM > -1).long()[:, 0])
+        loss.backward()
+        net.weight.data -= .5 * net.weight.grad
+        governor.watch(loss)
+    told = [r.why for r in governor.reports if "nothing is lost by going back" in r.why]
+    assert told and all("of your loop" in why and "should be cut" in why for why in told) and governor.lr_factor == 1.

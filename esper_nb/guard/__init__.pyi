@@ -46,8 +46,8 @@ from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLA
     NOT_SEEN as NOT_SEEN, CodeNames as CodeNames, names_in as names_in, has_installed as has_installed,
     is_own_file as is_own_file, is_own_module as is_own_module, is_users as is_users, package_of as package_of,
     code_of as code_of, is_plain as is_plain, alike as alike, Absent as Absent, ValuePlace as ValuePlace,
-    Variable as Variable, Names as Names, FixedNames as FixedNames, Inside as Inside, Keys as Keys,
-    Entries as Entries, Members as Members, whole_numbers_in as whole_numbers_in, moved_in as moved_in,
+    Variable as Variable, FixedVariable as FixedVariable, Names as Names, FixedNames as FixedNames, Inside as Inside,
+    Keys as Keys, Entries as Entries, Members as Members, whole_numbers_in as whole_numbers_in, moved_in as moved_in,
     version_of as version_of, dense_parts as dense_parts, same_values as same_values, some_of as some_of,
     bits_of as bits_of, sample_of as sample_of, bytes_of as bytes_of, content_of as content_of, Kept as Kept,
     AnyLeaf as AnyLeaf, TensorLeaf as TensorLeaf, ArrayLeaf as ArrayLeaf, PartLeaf as PartLeaf,
@@ -81,10 +81,10 @@ from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, 
     place_of_loop as place_of_loop)
 from .losses import (loss_of as loss_of, as_loss as as_loss, WaitingLoss as WaitingLoss, TakenLosses as TakenLosses,
     LossQueue as LossQueue, Verdicts as Verdicts)
-from .observation import (BREAKS as BREAKS, WORSE as WORSE, FALLEN as FALLEN, EffectResult as EffectResult,
-    APART as APART, Exchange as Exchange, LiveLooks as LiveLooks, tell_of_copies as tell_of_copies,
-    RiseObservation as RiseObservation, Fall as Fall, RunComparison as RunComparison, RiseEffects as RiseEffects,
-    RunCheckup as RunCheckup, RunJudge as RunJudge)
+from .observation import (BREAKS as BREAKS, WORSE as WORSE, FALLEN as FALLEN, FALLEN_BY_HAND as FALLEN_BY_HAND,
+    EffectResult as EffectResult, APART as APART, Exchange as Exchange, LiveLooks as LiveLooks,
+    tell_of_copies as tell_of_copies, RiseObservation as RiseObservation, Fall as Fall,
+    RunComparison as RunComparison, RiseEffects as RiseEffects, RunCheckup as RunCheckup, RunJudge as RunJudge)
 from .phases import (TABLE as TABLE, Phase as Phase, PhaseMove as PhaseMove, Effect as Effect,
     next_phase as next_phase)
 from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as SavedAt, Rhythm as Rhythm,

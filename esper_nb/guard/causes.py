@@ -711,12 +711,13 @@ def is_in_cycles(replay: Replay) -> bool:
     return min(rates, default=0.) >= 0 and sum(now <= 1.2 * peak for peak in replay.incident.peaks) >= 2
 
 def had_a_spell(replay: Replay) -> bool:
-    "Return whether the learning rate jumped up and soon jumped back."
+    "Return whether the learning rate jumped up from its level and soon jumped back; a restart does neither."
     rates = [[dict(g).get("lr") for g in own_settings(s)] for s in replay.steps]
     for row in zip(*rates):
         if not all(isinstance(x, float | int) and x > 0 for x in row) or not is_near(row[0], row[-1]): continue
-        ratios = [b / a for a, b in zip(row, row[1:])]
-        if ratios and max(ratios) > 3 and min(ratios) < 1 / 3: return True
+        pairs = list(itertools.pairwise(row))
+        up = next((i for i, (a, b) in enumerate(pairs) if b > 3 * a and is_near(row[0], a)), None)
+        if up is not None and any(3 * b < a for a, b in pairs[up + 1:]): return True
     return False
 
 # %% ../../nbs/guard/26_causes.ipynb #13346ae0

@@ -6,16 +6,16 @@
 __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED', 'RANDOM', 'CSV', 'ENVIRONMENT',
            'LOGGING_MODULES', 'MOST_OBJECTS', 'FIRST', 'CODE', 'MODULE_TABLES', 'DICTS', 'STREAMS', 'LOCKS', 'GIVEN',
            'NOT_SEEN', 'CodeNames', 'names_in', 'has_installed', 'is_own_file', 'is_own_module', 'is_users',
-           'package_of', 'code_of', 'is_plain', 'alike', 'Absent', 'ValuePlace', 'Variable', 'Names', 'FixedNames',
-           'Inside', 'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of', 'dense_parts',
-           'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'content_of', 'Kept', 'AnyLeaf', 'TensorLeaf',
-           'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'is_used_up', 'kind_of_effect',
-           'owned_by_parts', 'memory_of', 'has_state', 'attributes_of', 'slots_of', 'fields_of', 'module_of', 'Walk',
-           'is_library_class', 'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'wrapped_by', 'StepWalk',
-           'mark_of', 'top_name', 'Given', 'arrays_in', 'flat', 'clone_of', 'exchanged', 'left_to_loop', 'moved_part',
-           'tail_of', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint', 'has_nan',
-           'is_nan_in', 'Ruined', 'ruined_in', 'callers', 'walk_around', 'ruined_around', 'plays_around', 'NotSeen',
-           'tensor_digest', 'values_inside', 'batch_digest']
+           'package_of', 'code_of', 'is_plain', 'alike', 'Absent', 'ValuePlace', 'Variable', 'FixedVariable', 'Names',
+           'FixedNames', 'Inside', 'Keys', 'Entries', 'Members', 'whole_numbers_in', 'moved_in', 'version_of',
+           'dense_parts', 'same_values', 'some_of', 'bits_of', 'sample_of', 'bytes_of', 'content_of', 'Kept', 'AnyLeaf',
+           'TensorLeaf', 'ArrayLeaf', 'PartLeaf', 'StreamLeaf', 'leaf_of', 'Unrestorable', 'is_used_up',
+           'kind_of_effect', 'owned_by_parts', 'memory_of', 'has_state', 'attributes_of', 'slots_of', 'fields_of',
+           'module_of', 'Walk', 'is_library_class', 'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'wrapped_by',
+           'StepWalk', 'mark_of', 'top_name', 'Given', 'arrays_in', 'flat', 'clone_of', 'exchanged', 'left_to_loop',
+           'moved_part', 'tail_of', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint',
+           'has_nan', 'is_nan_in', 'Ruined', 'ruined_in', 'callers', 'walk_around', 'ruined_around', 'plays_around',
+           'NotSeen', 'tensor_digest', 'values_inside', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -222,6 +222,12 @@ class Variable(ValuePlace):
         return self.labels(), content
 
 # %% ../../nbs/guard/21_footprint.ipynb #24790aea
+class FixedVariable(Variable):
+    "A variable of a closure that names a network, an optimizer, a function: a loop may give it the next one."
+    def told(self): # list
+        "Nobody is told of it."
+        return []
+
 class Names(ValuePlace):
     "Attributes of an object or a class, or variables of a module: those that the step's code names."
     def __init__(self, obj, name: str, names: Iterable[str], table: dict | None = None): # None: by setattr
@@ -1118,13 +1124,15 @@ class Watched:
         def alive(place):
             if not isinstance(place, Names):
                 inside = place.values()
-                return [place] if any(map(may_move, inside)) or not inside else []
+                if any(map(may_move, inside)) or not inside: return [place]
+                return [FixedVariable(place.obj, place.name)] if isinstance(place, Variable) else []
             rows = list(zip(place.names, place.read()))
             found = [Names(place.obj, place.name, [k for k, v in rows if may_move(v)], place.table)]
             if type(place) is Names and place.table is not None: # variables
                 found.append(FixedNames(place.obj, place.name, [k for k, v in rows if not may_move(v)], place.table))
             return [x for x in found if x.names]
         self.places = [x for place in (*walk.places.values(), *walk.shared.values()) for x in alive(place)]
+        self.fixed = [place for place in self.places if isinstance(place, FixedNames | FixedVariable)]
         found = [x for i, x in walk.leaves.items() if i not in walk.known and not x.name.endswith(".grad")]
         self.leaves = [x for x in found if isinstance(x, ArrayLeaf)
                        or isinstance(x, TensorLeaf) and not x.obj.is_inference()]
@@ -1367,6 +1375,10 @@ class Footprint:
         self.look()
         self.watch.look_at(self.walk)
         self.watch.begin()
+
+    def named(self) -> tuple[tuple[ValuePlace, Any], ...]: # place, what it holds
+        "Return the networks, optimizers and functions that variables name now: a batch is for these."
+        return tuple([(place, place.read()) for place in self.watch.fixed])
 
     def after_step(self):
         "Note what the step leaves behind."

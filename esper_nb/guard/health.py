@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..core import ModulePart, hook_steps, quiet_hooks
 from .detector import LossStats, off_scale
-from .footprint import Footprint, Ruined, is_nan_in, plays_around, ruined_around, top_name
+from .footprint import Footprint, Ruined, bits_of, is_nan_in, plays_around, ruined_around, top_name
 from .gate import GateEvent, UpdateGate
 from .losses import LossQueue
 from .rates import rates_of
@@ -261,6 +261,8 @@ class Signs:
         self.gap = 0 # most calls between two updates, as where gradients are accumulated
         self.relieved = False # somebody else looks at the state before and after the step, and tells what was written
         self.others = partial(other_optimizers, optimizers)
+        self.params = partial(trained_by, optimizers)
+        self.first: tuple[int, int] | None = None # call of `watch` at the first look for an update, bits of the weights
         self.handles = hook_steps(optimizers, self._before, self._after)
 
     def add(self, kind: str, what: str):
@@ -330,6 +332,21 @@ class Signs:
         if not kinds: return ""
         return (f"{since}, and there is another one for the same weights ({kinds}): if that one trains them now, make "
                 "a Governor with it, since a rollback leaves its moments and its rate as they are")
+
+    def find_idle(self) -> str: # empty: they have stepped, or it is too early to tell
+        "A sentence about optimizers that have never stepped: the loop trains other weights, or with another optimizer."
+        if self.latest is not None: return ""
+        params = self.params()
+        bits = bits_of(params)
+        if self.first is None: self.first = self.batch(), bits
+        begin, then = self.first
+        since = self.batch() - begin
+        if since < SETTLED: return ""
+        said = f"no optimizer among the parts has stepped in {since} batches"
+        kinds = ", ".join(sorted({type(o).__name__ for o in self.others()}))
+        if kinds: return f"{said}, and there is another one for these weights ({kinds}): make a Governor with that one"
+        if bits != then or any(p.grad is not None for p in params): return "" # without hooks, or gradients add up
+        return f"{said}, and nothing happens to their weights: if the loop trains others, make a Governor with those"
 
     def _after(self, optimizer: torch.optim.Optimizer, *_):
         if self.relieved: return
@@ -435,6 +452,10 @@ class UpdateWatch:
     def unused(self) -> str: # empty: they are
         "A sentence about optimizers that step no more; see `Signs`."
         return "" if self.signs is None else self.signs.unused
+
+    def find_idle(self) -> str: # empty: they have stepped, or it is too early to tell
+        "A sentence about optimizers that have never stepped; see `Signs`."
+        return "" if self.signs is None else self.signs.find_idle()
 
     def forget_ruined(self) -> str: # empty: there is nothing to forget
         "Empty what other optimizers of the same weights remember, where it is not finite; say so."

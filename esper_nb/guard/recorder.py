@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..core import RandomStreams
 from .footprint import (
-    CODE, PLAIN, Footprint, attributes_of, batch_digest, bits_of, dense_parts, same_values, values_inside)
+    CODE, PLAIN, Footprint, alike, attributes_of, batch_digest, bits_of, dense_parts, same_values, values_inside)
 from .losses import loss_of
 from .rates import has_rate, set_setting
 from .reports import Explanation, Report
@@ -125,6 +125,7 @@ class RecordedStep:
     lr_factor: float = 1. # cuts of the learning rate by a Governor that were in force
     nbytes: int = 0 # of the batch, where it is kept itself
     given: Any = None # what the loop wrote before it into variables that it reads
+    named: tuple = () # networks, optimizers and functions that variables named when it began, by place
     footprint: Footprint | None = None # of the step: gives these again
     origin: Origin | None = None # of a batch that is kept itself for as long as there is room
     repeats: Repeats = field(default_factory=Repeats) # of all steps of a run
@@ -157,6 +158,7 @@ class RecordedStep:
     ) -> float: # the loss
         "Run it once more, on the weights as they are, with the random numbers and inputs that it had."
         RandomStreams().load_state_dict(self.streams)
+        for place, content in self.named: place.write(content) # also where the state is another one than that of then
         if self.footprint is not None and self.given is not None:
             given = self.given.without(held) if held else self.given
             self.footprint.give(given.moved(moved) if moved else given)
@@ -243,6 +245,7 @@ class StepRecorder:
             footprint=self.footprint, origin=origin, repeats=self.repeats, grads=self._has_gradients(),
             modes=self._modes(), given=None if self.footprint is None else self.footprint.before_step(step),
             owned=fetch is None and kept is not batch)
+        noted.named = self._named()
         if self.first is None: self.first = number
         weights = self._versions()
         look = self.runs < 16 or self.runs % 64 == 0
@@ -409,6 +412,12 @@ class StepRecorder:
         found = [next((p.grad for p in reversed(g["params"]) if p.grad is not None), None)
                  for o in self.optimizers for g in o.param_groups]
         return [_local_any(grad.detach()) for grad in found if grad is not None]
+
+    def _named(self) -> tuple: # equal ones are kept once
+        now = () if self.footprint is None else self.footprint.named()
+        last = self.steps[-1].named if self.steps else ()
+        same = len(now) == len(last) and all([p is q and alike(a, b) for (p, a), (q, b) in zip(now, last)])
+        return last if same else now
 
     def _modes(self) -> RunModes: # equal ones are kept once
         if self.runs % 64 == 0: self.have_modes = HasModes.of(self.parts) # some may be new
