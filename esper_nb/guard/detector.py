@@ -410,10 +410,18 @@ class LossStats:
         kinds: dict[str, type] = dict.fromkeys(LossStats.__annotations__, float)
         for more in (dict.fromkeys(whole, int), *(rule.state for rule in RULES.values())): kinds.update(more)
         shapes = dict(ring=(lanes, WINDOW_LIMIT), anomaly=(lanes, _REMEMBERED, 2))
-        self.arrays: dict[str, np.ndarray] = {} # changed in place only
-        for k, kind in kinds.items(): self.arrays[k] = np.zeros(shapes.get(k, (lanes,)), kind)
+        numbers = {kind: [k for k in kinds if kinds[k] is kind and k not in shapes] for kind in (int, float)}
+        tables = {kind: np.zeros((len(names), lanes), kind) for kind, names in numbers.items()}
+        rows = {k: row for kind, names in numbers.items() for k, row in zip(names, tables[kind])}
+        self.arrays: dict[str, np.ndarray] = { # changed in place only
+            k: rows[k] if k in rows else np.zeros(shapes[k]) for k in kinds}
         self.__dict__.update(self.arrays)
+        self._whole, self._real = tables[int].reshape(-1), tables[float].reshape(-1) # the same memory, in two pieces
+        self.places = {k: i for i, k in enumerate((*numbers[int], *numbers[float]))} # of a single lane's numbers there
         self._single: _SingleLane | None = None
+
+    def __reduce__(self): # a copy of rows would share no memory with the copy of their table
+        return _stats_from, (self.lanes, self.arrays)
 
     @property
     def lanes(self) -> int:
@@ -464,8 +472,9 @@ class LossStats:
         chance_loss: float | None, # nats; always the same for the same config
     ) -> bool: # False: nothing was changed, judge it in full
         "Take the loss of a single lane in, if every rule finds it healthy; in plain numbers, which is fast."
-        known, stale = self._single, self.stale.item()
-        seen = self.seen.item()
+        known, whole = self._single, len(self._whole)
+        now = self._whole.tolist() + self._real.tolist()
+        judged, seen, stale, *_ = now
         if known is None or known.config is not c or known.refreshed != seen - stale:
             known = self._single = _SingleLane.of(self, c, chance_loss)
         look = known.look
@@ -473,18 +482,15 @@ class LossStats:
         look.loss = loss
         look.x = x = loss if look.linear else math.log(max(loss, 1e-30))
         look.z = (x - look.level) / look.spread
-        after = []
-        for name, judge, state in known.rules:
-            failed, anomaly, *moved = judge(look, c, *[now.item() for now in state])
+        for name, judge, state in known.rules: # each has its own
+            failed, anomaly, *moved = judge(look, c, *[now[i] for i in state])
             if failed or anomaly: return False
             look.found[name] = False
-            after.append(moved)
-        for (_, _, state), moved in zip(known.rules, after):
-            for now, new in zip(state, moved): now[0] = new
+            for i, new in zip(state, moved): now[i] = new
+        now[:3] = judged + 1, seen + 1, stale + 1
+        self._whole[:], self._real[:] = now[:whole], now[whole:]
         self.ring[0, seen % WINDOW_LIMIT] = loss
-        self.seen[0], self.stale[0] = seen + 1, stale + 1
         if stale + 1 >= min(max((seen + 1) // 8, 1), c.refresh): self.refresh(c, np.zeros(1, np.int64))
-        self.judged[0] += 1
         return True
 
     def add(self, lanes: np.ndarray, losses: np.ndarray, c: DetectorConfig): # as many lane numbers as healthy losses
@@ -593,12 +599,18 @@ class LossStats:
         self.linear[lanes] = linear
         return linear
 
+def _stats_from(lanes: int, arrays: Mapping[str, np.ndarray]) -> LossStats:
+    "Return statistics with a copy of arrays."
+    out = LossStats(lanes)
+    for k, v in arrays.items(): out.arrays[k][...] = v
+    return out
+
 class _SingleLane(NamedTuple):
     "State of `pass_healthy` for its lane in plain numbers, until the next refresh."
     config: DetectorConfig
     refreshed: int # healthy losses at the refresh that the numbers belong to
     look: Look # with the level and the limits of now
-    rules: list[tuple[str, Callable, list[np.ndarray]]] # in turn: name, function, and the state that it moves on
+    rules: list[tuple[str, Callable, list[int]]] # in turn: name, function, and where the state lies that it moves on
 
     @classmethod
     def of(cls, s: LossStats, c: DetectorConfig, chance_loss: float | None) -> Self:
@@ -608,7 +620,7 @@ class _SingleLane(NamedTuple):
         look = Look(
             ops=NUMBERS, loss=1., x=0., z=0., on=True, ok=True, live=by.ready, limits=by, mean=s.mean.item(),
             level=s.level.item(), spread=s.spread.item(), linear=s.linear.item(), chance_loss=chance_loss)
-        rules = [(r.name, r.judge, [s.arrays[k] for k in r.state])
+        rules = [(r.name, r.judge, [s.places[k] for k in r.state])
                  for r in reversed(RULES.values()) if r.judge and not r.of_norm]
         return cls(c, int(s.seen[0] - s.stale[0]), look, rules)
 
