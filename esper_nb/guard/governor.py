@@ -120,7 +120,9 @@ class Governor:
         self.judge: RunJudge | LaneJudge = (
             RunJudge(run, self.observed, evaluate, self.config.gate) if single else LaneJudge(run, evaluate))
         self.incidents = IncidentResponse(run, self.judge.response, self.judge.same, restored=self._note_restored)
-        self.inactive = np.zeros(self.n, bool) # lanes that do not take part in this `watch`
+        self.none = np.zeros(self.n, bool) # of the lanes
+        self.none.setflags(write=False)
+        self.inactive = self.none # lanes that do not take part in this `watch`
         self.inside = False # of `with step()`
         self.failed = False # so there may be something to refill in the budget
         self.loops: dict[tuple, LoopBody] = {} # by place, those that `batches` has handed batches to
@@ -268,14 +270,15 @@ class Governor:
         if self.resume.waiting:
             self.resume.see(loss)
             self.loads.clear()
-        off = np.zeros(self.n, bool)
-        off[list(inactive)] = True
-        self.inactive = off
+        self.inactive = self.none
+        if len(inactive):
+            self.inactive = self.none.copy()
+            self.inactive[list(inactive)] = True
         if norm is not None and self.gate is not None and (before_step or self.inside):
             self.gate.offer(norm, clipped=True) # as it was measured for clipping
         if norm is None and not inactive and not len(self.losses) and self.judge.passes(loss, self.config):
             return () if self.inside else self._on_step_end()
-        self.losses.add(loss, norm, off)
+        self.losses.add(loss, norm, self.inactive)
         away, rejects = isinstance(loss, torch.Tensor) and loss.device.type != "cpu", self.inside and self.single
         at_once = not away or before_step or self.inside
         together = 1 if self.observed.in_turns else self.config.sync_every or (1 if at_once else 8)

@@ -66,6 +66,7 @@ class StateHealth:
 
     def find_jumps(self) -> tuple[str, ...]: # names, and by how much
         "Return the buffers that are far larger than they ever were."
+        if not self.bands.buffers: return ()
         self.bands.follow(self._buffers())
         return self.bands.find_jumps()
 
@@ -307,8 +308,9 @@ class Signs:
             self.add("written", f"the data of {len(put)} weights")
         if self.aside(): return
         rates = rates_of(optimizer)
-        course = self.courses.get(mine, RateCourse(rates, max(rates, default=0.)))
-        if raised := course.raised_to(rates): self.add("rate", raised)
+        course = self.courses.get(mine)
+        if course is None: course = RateCourse(rates, max(rates, default=0.))
+        elif raised := course.raised_to(rates): self.add("rate", raised)
         self.courses[mine] = course.followed_by(rates, now)
 
     @property
@@ -372,6 +374,7 @@ class RateCourse(NamedTuple):
     def followed_by(self, rates: list[float], batch: int) -> Self: # calls of `watch`
         "Return the course with the rates of the next update."
         rate, limit = max(rates, default=0.), LEAP * self.highest
+        if rates == self.rates and (self.leap is not None or rate <= self.highest): return self # as nearly always
         if self.leap is not None: # or it was taken back
             return self._replace(rates=rates, leap=self.leap if rate > limit else None)
         if batch > SETTLED and rate > limit > 0: return self._replace(rates=rates, leap=Leap(batch=batch, rate=rate))
@@ -379,6 +382,7 @@ class RateCourse(NamedTuple):
 
     def raised_to(self, rates: list[float]) -> str: # "": none was
         "Say which rate is far above that of the update before, or below zero since."
+        if rates == self.rates: return ""
         return next((f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates, rates) if b > RAISED * a > 0 or b < 0 <= a), "")
 
 # %% ../../nbs/guard/29_health.ipynb #65da3228
