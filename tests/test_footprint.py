@@ -1122,10 +1122,10 @@ def test_memory_that_is_exchanged_is_no_write():
         (seen,) = watched(other_content, at=at) # unless something else is in it
         assert (seen.names, seen.after, seen.how) == (("model.3.weight",), at, "bits")
 
-def test_rows_that_change_places_in_a_small_network_are_seen():
+def test_words_that_change_places_in_a_small_network_are_seen():
     def swapped(net, opt, watch):
-        rows = net[3].weight.data.numpy()
-        rows[[0, 1]] = rows[[1, 0]] # the same bits, in another order
+        words = net[3].weight.data.numpy().reshape(-1).view(np.int64)
+        words[[0, 1]] = words[[1, 0]] # the same bits, in another order
     (seen,) = watched(swapped)
     assert (seen.names, seen.after, seen.how) == (("model.3.weight",), 8, "bits")
 
