@@ -13,7 +13,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
@@ -405,6 +405,13 @@ def forget_ruined(optimizers: Iterable[torch.optim.Optimizer]) -> bool: # whethe
     return any(params for _, params in ruined)
 
 # %% ../../nbs/guard/29_health.ipynb #7e14053d
+class _Relief:
+    "A time in which signs do not look at weights."
+    def __init__(self, signs: Signs):
+        self.signs, self.before = signs, signs.relieved
+    def __enter__(self): self.signs.relieved = True
+    def __exit__(self, *_): self.signs.relieved = self.before
+
 class UpdateWatch:
     "What passes through the optimizers of a single run: updates that a gate has changed, and signs beside the loss."
     def __init__(
@@ -463,14 +470,9 @@ class UpdateWatch:
         "Take it as a sign that something has written into the state between two steps."
         if self.signs is not None: self.signs.add("written", names)
 
-    @contextmanager
-    def relieved(self) -> Iterator[None]:
+    def relieved(self) -> AbstractContextManager:
         "Look at no weights in a step before and after which somebody else does."
-        before = self.signs is not None and self.signs.relieved
-        if self.signs is not None: self.signs.relieved = True
-        try: yield
-        finally:
-            if self.signs is not None: self.signs.relieved = before
+        return nullcontext() if self.signs is None else _Relief(self.signs)
 
     def forget(self):
         "Forget what the gate has changed in a replay or in a comparison: the run has not seen it."
