@@ -143,11 +143,12 @@ def _total(grads: Sequence[Tensor], scale: Tensor | None) -> float:
     if plain and all(plain): # half the time of what follows
         norm = math.hypot(*[n.item() for n in torch._foreach_norm(grads)]) # noqa: SLF001
         return norm if scale is None else norm / float(scale)
-    norm = torch.nn.utils.get_total_norm(grads)
-    if hasattr(norm, "full_tensor"): norm = norm.full_tensor()
-    return float(norm if scale is None else norm / scale)
+    with torch.no_grad():
+        found = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in grads]
+        norm = torch.nn.utils.get_total_norm(found)
+        if hasattr(norm, "full_tensor"): norm = norm.full_tensor()
+        return float(norm if scale is None else norm / scale)
 
-@torch.no_grad()
 def measure_norm(
     grads: Sequence[Tensor], # of one device or several, dense or sparse, whole or sharded
     scale: Tensor | None = None, # of a loss scaler whose factor is still in them
@@ -162,7 +163,6 @@ def measure_norm(
     >>> measure_norm([torch.full((9,), 4e4, dtype=torch.float16)]) # float16 ends at 65504
     120000.0
     """
-    grads = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in grads]
     norm = _total(grads, scale)
     if not math.isfinite(norm) and any(map(_is_half, grads)):
         norm = _total([g.float() if _is_half(g) else g for g in grads], scale)
