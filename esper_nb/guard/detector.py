@@ -6,7 +6,7 @@
 __all__ = ['WINDOW_LIMIT', 'SCALES', 'ARRAYS', 'NUMBERS', 'RULES', 'Threshold', 'threshold', 'DetectorConfig', 'list_thresholds',
            'label_entropy', 'Verdict', 'judge', 'LossLimits', 'Ops', 'Look', 'Rule', 'find_nonfinite', 'most_anomalies',
            'find_explosion', 'calm_explosion', 'find_collapse', 'find_rise', 'calm_rise', 'find_gradient', 'exceeded',
-           'name_limit', 'name_mean', 'log_of', 'on_scale', 'off_scale', 'LossStats', 'loss_limits']
+           'name_limit', 'name_mean', 'log_of', 'on_scale', 'off_scale', 'LossStats', 'StatsMemory', 'loss_limits']
 
 # %% ../../nbs/guard/11_detector.ipynb #497cb79b
 import inspect
@@ -411,16 +411,18 @@ class LossStats:
         for more in (dict.fromkeys(whole, int), *(rule.state for rule in RULES.values())): kinds.update(more)
         shapes = dict(ring=(lanes, WINDOW_LIMIT), anomaly=(lanes, _REMEMBERED, 2))
         numbers = {kind: [k for k in kinds if kinds[k] is kind and k not in shapes] for kind in (int, float)}
-        tables = {kind: np.zeros((len(names), lanes), kind) for kind, names in numbers.items()}
-        rows = {k: row for kind, names in numbers.items() for k, row in zip(names, tables[kind])}
+        ints, floats = np.zeros((lanes, len(numbers[int])), int), np.zeros((lanes, len(numbers[float])))
+        columns = dict(zip((*numbers[int], *numbers[float]), (*ints.T, *floats.T)))
         self.arrays: dict[str, np.ndarray] = { # changed in place only
-            k: rows[k] if k in rows else np.zeros(shapes[k]) for k in kinds}
+            k: columns[k] if k in columns else np.zeros(shapes[k]) for k in kinds}
         self.__dict__.update(self.arrays)
-        self._whole, self._real = tables[int].reshape(-1), tables[float].reshape(-1) # the same memory, in two pieces
+        self.memory: dict[str, np.ndarray] = dict( # the same, in four pieces
+            ring=self.ring, anomaly=self.anomaly, ints=ints, floats=floats)
+        self._ints, self._floats = ints.reshape(-1), floats.reshape(-1)
         self.places = {k: i for i, k in enumerate((*numbers[int], *numbers[float]))} # of a single lane's numbers there
         self._single: _SingleLane | None = None
 
-    def __reduce__(self): # a copy of rows would share no memory with the copy of their table
+    def __reduce__(self): # a copy of columns would share no memory with the copy of their table
         return _stats_from, (self.lanes, self.arrays)
 
     @property
@@ -472,8 +474,8 @@ class LossStats:
         chance_loss: float | None, # nats; always the same for the same config
     ) -> bool: # False: nothing was changed, judge it in full
         "Take the loss of a single lane in, if every rule finds it healthy; in plain numbers, which is fast."
-        known, whole = self._single, len(self._whole)
-        now = self._whole.tolist() + self._real.tolist()
+        known, ints = self._single, len(self._ints)
+        now = self._ints.tolist() + self._floats.tolist()
         judged, seen, stale, *_ = now
         if known is None or known.config is not c or known.refreshed != seen - stale:
             known = self._single = _SingleLane.of(self, c, chance_loss)
@@ -488,7 +490,7 @@ class LossStats:
             look.found[name] = False
             for i, new in zip(state, moved): now[i] = new
         now[:3] = judged + 1, seen + 1, stale + 1
-        self._whole[:], self._real[:] = now[:whole], now[whole:]
+        self._ints[:], self._floats[:] = now[:ints], now[ints:]
         self.ring[0, seen % WINDOW_LIMIT] = loss
         if stale + 1 >= min(max((seen + 1) // 8, 1), c.refresh): self.refresh(c, np.zeros(1, np.int64))
         return True
@@ -563,6 +565,10 @@ class LossStats:
             v[...] = state[k].numpy()
         self._single = None
 
+    def forget_numbers(self):
+        "Somebody has written into the memory: read all plain numbers anew."
+        self._single = None
+
     def refresh(self, c: DetectorConfig, lanes: np.ndarray): # the window and the smallest spread; lane numbers
         "Choose the scale, and compute mean, σ, level and spread of the window of some lanes."
         back, seen = np.arange(c.window), self.seen[lanes, None]
@@ -598,6 +604,22 @@ class LossStats:
             self.base[lanes] = np.where(moved, np.inf, self.base[lanes])
         self.linear[lanes] = linear
         return linear
+
+class StatsMemory:
+    "Statistics as a part of a snapshot: their memory in four tensors, where their own state has one for every name."
+    vetted = False # the anomalies include NaN
+    def __init__(self, stats: LossStats):
+        self.stats = stats
+
+    def state_dict(self) -> "dict[str, Tensor]":
+        "Return tensors that share the memory."
+        import torch
+        return {k: torch.from_numpy(v) for k, v in self.stats.memory.items()}
+
+    def load_state_dict(self, state: "Mapping[str, Tensor]"): # a state of `state_dict` with as many lanes
+        "Copy a state into the memory."
+        for k, v in self.stats.memory.items(): v[...] = state[k].numpy()
+        self.stats.forget_numbers()
 
 def _stats_from(lanes: int, arrays: Mapping[str, np.ndarray]) -> LossStats:
     "Return statistics with a copy of arrays."

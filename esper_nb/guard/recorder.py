@@ -68,6 +68,10 @@ def out_of_shared_memory(batch):
 
 def _is_shared(t: Tensor) -> bool: return t.is_cpu and t.layout is torch.strided and t.is_shared()
 
+def _nbytes_of(t: Tensor) -> int:
+    if type(t) is Tensor and t.layout is torch.strided: return t.nbytes
+    return sum(p.nbytes for p in dense_parts(t))
+
 def own_copy(batch): # itself if something in it cannot be copied
     "Return a copy of a batch; a step may write into it."
     own: dict[int, Any] = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in all_tensors_of(batch)}
@@ -516,10 +520,6 @@ def all_tensors_of(batch) -> list[Tensor]:
 def size_of(batch) -> int:
     "Return how much memory the tensors of a batch take."
     return sum(map(_nbytes_of, all_tensors_of(batch)))
-
-def _nbytes_of(t: Tensor) -> int:
-    if type(t) is Tensor and t.layout is torch.strided: return t.nbytes
-    return sum(p.nbytes for p in dense_parts(t))
 
 def same_content(a, b) -> bool:
     "Whether two batches are equal to the bit."
