@@ -1,5 +1,7 @@
 "The judge: eleven faults on fresh seeds, false alarms, count rules, purity."
+import copy
 import math
+import pickle
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,6 +141,27 @@ def test_a_round_trip_at_any_point_changes_nothing(losses, cut):
         (a, v), (b, w) = judge(a, x, chance_loss=CHANCE), judge(b, x, chance_loss=CHANCE)
         assert v.code == w.code and np.array_equal(v.limit, w.limit)
     for k, x in a.arrays.items(): assert np.array_equal(x, b.arrays[k], equal_nan=True), k
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s)), LossStats.copy])
+def test_a_copy_of_statistics_goes_on_alike_and_alone(copied):
+    a, limits = learnt(), DetectorConfig()
+    for loss in (.9, .95): assert a.pass_healthy(loss, limits, CHANCE)
+    b, then = copied(a), a.copy()
+    for loss in 0.9 * np.exp(.05 * np.random.default_rng(1).standard_normal(40)):
+        assert b.pass_healthy(float(loss), limits, CHANCE)
+    for k, x in a.arrays.items(): assert np.array_equal(x, then.arrays[k]), k
+    for loss in 0.9 * np.exp(.05 * np.random.default_rng(1).standard_normal(40)):
+        assert a.pass_healthy(float(loss), limits, CHANCE)
+    for k, x in a.arrays.items(): assert np.array_equal(x, b.arrays[k]) and x is getattr(a, k), k
+
+def test_what_somebody_writes_into_the_statistics_counts_for_the_next_loss():
+    s, limits = learnt(), DetectorConfig()
+    assert s.pass_healthy(.9, limits, CHANCE) and s.judged[0] == 61
+    s.judged += 5
+    s.cusum[0], s.base[0] = 3 * limits.rise, 0.
+    assert not s.pass_healthy(2., limits, CHANCE), "the rule of rises speaks"
+    s.calm_down([0])
+    assert s.pass_healthy(.9, limits, CHANCE) and s.judged[0] == 67 and s.cusum[0] < limits.rise
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 5), st.integers(0, 10**6))

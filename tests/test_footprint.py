@@ -1122,6 +1122,13 @@ def test_memory_that_is_exchanged_is_no_write():
         (seen,) = watched(other_content, at=at) # unless something else is in it
         assert (seen.names, seen.after, seen.how) == (("model.3.weight",), at, "bits")
 
+def test_words_that_change_places_in_a_small_network_are_seen():
+    def swapped(net, opt, watch):
+        words = net[3].weight.data.numpy().reshape(-1).view(np.int64)
+        words[[0, 1]] = words[[1, 0]] # the same bits, in another order
+    (seen,) = watched(swapped)
+    assert (seen.names, seen.after, seen.how) == (("model.3.weight",), 8, "bits")
+
 def test_a_write_between_two_steps_is_proved_and_is_no_part_of_the_step():
     net, opt = parts()
     run, watch, seen = Run(plain(net, opt), net, opt), StateWatch(lambda: tensors_of_parts(dict(model=net))), []

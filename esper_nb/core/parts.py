@@ -57,8 +57,8 @@ def pack_tree(
     path: str = "", # of this tree
 ): # the tree with a `Leaf` for every tensor, and all other data copied
     "Replace the tensors of a tree by placeholders."
-    def inner(k, v): return pack_tree(v, out, f"{path}.{k}" if path else str(k))
     if type(tree) in _plain: return tree
+    def inner(k, v): return v if type(v) in _plain else pack_tree(v, out, f"{path}.{k}" if path else str(k))
     if isinstance(tree, Tensor) and (parts := inner_tensors(tree)):
         context = tree.__tensor_flatten__()[1] # type: ignore[attr-defined]  # of such classes alone
         return Wrapped(type(tree), {k: inner(k, v) for k, v in parts.items()}, (context, tree.size(), tree.stride()))
@@ -394,8 +394,10 @@ class _Pair:
 def _found_in(tree, kind: type, path: str) -> dict[str, Any]: # by path
     if isinstance(tree, kind): return {path: tree}
     inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    found = [_found_in(v, kind, f"{path}.{k}" if path else str(k)) for k, v in inner]
-    return {k: t for part in found for k, t in part.items()}
+    found: dict[str, Any] = {}
+    for k, v in inner:
+        if type(v) not in _plain: found |= _found_in(v, kind, f"{path}.{k}" if path else str(k))
+    return found
 
 def tensors_in(
     tree, # dicts, lists and tuples of anything

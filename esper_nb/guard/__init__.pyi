@@ -38,7 +38,7 @@ from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as
     most_anomalies as most_anomalies, find_explosion as find_explosion, calm_explosion as calm_explosion,
     find_collapse as find_collapse, find_rise as find_rise, calm_rise as calm_rise, find_gradient as find_gradient,
     exceeded as exceeded, name_limit as name_limit, name_mean as name_mean, log_of as log_of, on_scale as on_scale,
-    off_scale as off_scale, LossStats as LossStats, loss_limits as loss_limits)
+    off_scale as off_scale, LossStats as LossStats, StatsMemory as StatsMemory, loss_limits as loss_limits)
 from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLAIN, FIXED as FIXED, ABSENT as ABSENT,
     SMALL as SMALL, COPIED as COPIED, RANDOM as RANDOM, CSV as CSV, ENVIRONMENT as ENVIRONMENT,
     LOGGING_MODULES as LOGGING_MODULES, MOST_OBJECTS as MOST_OBJECTS, FIRST as FIRST, CODE as CODE,

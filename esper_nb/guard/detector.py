@@ -6,7 +6,7 @@
 __all__ = ['WINDOW_LIMIT', 'SCALES', 'ARRAYS', 'NUMBERS', 'RULES', 'Threshold', 'threshold', 'DetectorConfig', 'list_thresholds',
            'label_entropy', 'Verdict', 'judge', 'LossLimits', 'Ops', 'Look', 'Rule', 'find_nonfinite', 'most_anomalies',
            'find_explosion', 'calm_explosion', 'find_collapse', 'find_rise', 'calm_rise', 'find_gradient', 'exceeded',
-           'name_limit', 'name_mean', 'log_of', 'on_scale', 'off_scale', 'LossStats', 'loss_limits']
+           'name_limit', 'name_mean', 'log_of', 'on_scale', 'off_scale', 'LossStats', 'StatsMemory', 'loss_limits']
 
 # %% ../../nbs/guard/11_detector.ipynb #497cb79b
 import inspect
@@ -410,10 +410,20 @@ class LossStats:
         kinds: dict[str, type] = dict.fromkeys(LossStats.__annotations__, float)
         for more in (dict.fromkeys(whole, int), *(rule.state for rule in RULES.values())): kinds.update(more)
         shapes = dict(ring=(lanes, WINDOW_LIMIT), anomaly=(lanes, _REMEMBERED, 2))
-        self.arrays: dict[str, np.ndarray] = {} # changed in place only
-        for k, kind in kinds.items(): self.arrays[k] = np.zeros(shapes.get(k, (lanes,)), kind)
+        numbers = {kind: [k for k in kinds if kinds[k] is kind and k not in shapes] for kind in (int, float)}
+        ints, floats = np.zeros((lanes, len(numbers[int])), int), np.zeros((lanes, len(numbers[float])))
+        columns = dict(zip((*numbers[int], *numbers[float]), (*ints.T, *floats.T)))
+        self.arrays: dict[str, np.ndarray] = { # changed in place only
+            k: columns[k] if k in columns else np.zeros(shapes[k]) for k in kinds}
         self.__dict__.update(self.arrays)
+        self.memory: dict[str, np.ndarray] = dict( # the same, in four pieces
+            ring=self.ring, anomaly=self.anomaly, ints=ints, floats=floats)
+        self._ints, self._floats = ints.reshape(-1), floats.reshape(-1)
+        self.places = {k: i for i, k in enumerate((*numbers[int], *numbers[float]))} # of a single lane's numbers there
         self._single: _SingleLane | None = None
+
+    def __reduce__(self): # a copy of columns would share no memory with the copy of their table
+        return _stats_from, (self.lanes, self.arrays)
 
     @property
     def lanes(self) -> int:
@@ -464,8 +474,9 @@ class LossStats:
         chance_loss: float | None, # nats; always the same for the same config
     ) -> bool: # False: nothing was changed, judge it in full
         "Take the loss of a single lane in, if every rule finds it healthy; in plain numbers, which is fast."
-        known, stale = self._single, self.stale.item()
-        seen = self.seen.item()
+        known, ints = self._single, len(self._ints)
+        now = self._ints.tolist() + self._floats.tolist()
+        judged, seen, stale, *_ = now
         if known is None or known.config is not c or known.refreshed != seen - stale:
             known = self._single = _SingleLane.of(self, c, chance_loss)
         look = known.look
@@ -473,18 +484,15 @@ class LossStats:
         look.loss = loss
         look.x = x = loss if look.linear else math.log(max(loss, 1e-30))
         look.z = (x - look.level) / look.spread
-        after = []
-        for name, judge, state in known.rules:
-            failed, anomaly, *moved = judge(look, c, *[now.item() for now in state])
+        for name, judge, state in known.rules: # each has its own
+            failed, anomaly, *moved = judge(look, c, *[now[i] for i in state])
             if failed or anomaly: return False
             look.found[name] = False
-            after.append(moved)
-        for (_, _, state), moved in zip(known.rules, after):
-            for now, new in zip(state, moved): now[0] = new
+            for i, new in zip(state, moved): now[i] = new
+        now[:3] = judged + 1, seen + 1, stale + 1
+        self._ints[:], self._floats[:] = now[:ints], now[ints:]
         self.ring[0, seen % WINDOW_LIMIT] = loss
-        self.seen[0], self.stale[0] = seen + 1, stale + 1
         if stale + 1 >= min(max((seen + 1) // 8, 1), c.refresh): self.refresh(c, np.zeros(1, np.int64))
-        self.judged[0] += 1
         return True
 
     def add(self, lanes: np.ndarray, losses: np.ndarray, c: DetectorConfig): # as many lane numbers as healthy losses
@@ -557,6 +565,10 @@ class LossStats:
             v[...] = state[k].numpy()
         self._single = None
 
+    def forget_numbers(self):
+        "Somebody has written into the memory: read all plain numbers anew."
+        self._single = None
+
     def refresh(self, c: DetectorConfig, lanes: np.ndarray): # the window and the smallest spread; lane numbers
         "Choose the scale, and compute mean, σ, level and spread of the window of some lanes."
         back, seen = np.arange(c.window), self.seen[lanes, None]
@@ -593,12 +605,34 @@ class LossStats:
         self.linear[lanes] = linear
         return linear
 
+class StatsMemory:
+    "Statistics as a part of a snapshot: their memory in four tensors, where their own state has one for every name."
+    vetted = False # the anomalies include NaN
+    def __init__(self, stats: LossStats):
+        self.stats = stats
+
+    def state_dict(self) -> "dict[str, Tensor]":
+        "Return tensors that share the memory."
+        import torch
+        return {k: torch.from_numpy(v) for k, v in self.stats.memory.items()}
+
+    def load_state_dict(self, state: "Mapping[str, Tensor]"): # a state of `state_dict` with as many lanes
+        "Copy a state into the memory."
+        for k, v in self.stats.memory.items(): v[...] = state[k].numpy()
+        self.stats.forget_numbers()
+
+def _stats_from(lanes: int, arrays: Mapping[str, np.ndarray]) -> LossStats:
+    "Return statistics with a copy of arrays."
+    out = LossStats(lanes)
+    for k, v in arrays.items(): out.arrays[k][...] = v
+    return out
+
 class _SingleLane(NamedTuple):
     "State of `pass_healthy` for its lane in plain numbers, until the next refresh."
     config: DetectorConfig
     refreshed: int # healthy losses at the refresh that the numbers belong to
     look: Look # with the level and the limits of now
-    rules: list[tuple[str, Callable, list[np.ndarray]]] # in turn: name, function, and the state that it moves on
+    rules: list[tuple[str, Callable, list[int]]] # in turn: name, function, and where the state lies that it moves on
 
     @classmethod
     def of(cls, s: LossStats, c: DetectorConfig, chance_loss: float | None) -> Self:
@@ -608,7 +642,7 @@ class _SingleLane(NamedTuple):
         look = Look(
             ops=NUMBERS, loss=1., x=0., z=0., on=True, ok=True, live=by.ready, limits=by, mean=s.mean.item(),
             level=s.level.item(), spread=s.spread.item(), linear=s.linear.item(), chance_loss=chance_loss)
-        rules = [(r.name, r.judge, [s.arrays[k] for k in r.state])
+        rules = [(r.name, r.judge, [s.places[k] for k in r.state])
                  for r in reversed(RULES.values()) if r.judge and not r.of_norm]
         return cls(c, int(s.seen[0] - s.stale[0]), look, rules)
 

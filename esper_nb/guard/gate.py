@@ -64,6 +64,7 @@ class NormHistory:
     seen: int = 0 # norms so far
     alarm: int = 0 # updates for which the strict limit is in force
     record: float = 0. # highest multiple of the usual norm in any finished block without an alarm
+    exceeded: float = math.inf # the limit that a norm was last above
 
     @property
     def usual(self) -> float | None:
@@ -74,7 +75,10 @@ class NormHistory:
     @property
     def limit(self) -> float:
         "The norm above which the next gradients are scaled; infinity while there is none."
-        usual, c = self.usual, self.config
+        return self._limit_from(self.usual)
+
+    def _limit_from(self, usual: float | None) -> float:
+        c = self.config
         if usual is None or c.limit is None: return math.inf
         if self.alarm: return usual * c.strict
         if self.seen < c.block * c.blocks: return usual * c.limit
@@ -88,9 +92,10 @@ class NormHistory:
         "Compare a norm with those before it, and remember it."
         if norm == 0: return 0 # nothing was learnt, and nothing is known of the next one
         usual, c, halvings = self.usual, self.config, 0
-        if norm > self.limit:
+        limit = self._limit_from(usual)
+        if norm > limit:
             assert usual is not None
-            halvings, self.alarm = math.ceil(math.log2(norm / usual)), c.hold + 1
+            halvings, self.alarm, self.exceeded = math.ceil(math.log2(norm / usual)), c.hold + 1, limit
         if self.alarm and usual is not None:
             norm, self.alarm = min(norm, c.strict * usual), self.alarm - 1
         self.peak, self.seen = max(self.peak, norm), self.seen + 1
@@ -128,20 +133,22 @@ def gradients_of(
     optimizer: torch.optim.Optimizer,
 ) -> list[Tensor]: # those that are there
     "Return the gradients that the next update of an optimizer would use."
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [grad for group in optimizer.param_groups for p in group["params"] if (grad := p.grad) is not None]
 
 def _is_half(t: Tensor) -> bool: return t.dtype in (torch.float16, torch.bfloat16)
 
 def _total(grads: Sequence[Tensor], scale: Tensor | None) -> float:
     "Return the norm of gradients that may be sharded, divided by a scale; the only place that waits for a GPU."
-    if all(type(g) is Tensor and g.is_cpu and g.layout is torch.strided for g in grads): # half the time of what follows
-        norm = math.hypot(*(torch.linalg.vector_norm(g).item() for g in grads))
+    plain = [type(g) is Tensor and g.is_cpu and g.layout is torch.strided for g in grads]
+    if plain and all(plain): # half the time of what follows
+        norm = math.hypot(*[n.item() for n in torch._foreach_norm(grads)]) # noqa: SLF001
         return norm if scale is None else norm / float(scale)
-    norm = torch.nn.utils.get_total_norm(grads)
-    if hasattr(norm, "full_tensor"): norm = norm.full_tensor()
-    return float(norm if scale is None else norm / scale)
+    with torch.no_grad():
+        found = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in grads]
+        norm = torch.nn.utils.get_total_norm(found)
+        if hasattr(norm, "full_tensor"): norm = norm.full_tensor()
+        return float(norm if scale is None else norm / scale)
 
-@torch.no_grad()
 def measure_norm(
     grads: Sequence[Tensor], # of one device or several, dense or sparse, whole or sharded
     scale: Tensor | None = None, # of a loss scaler whose factor is still in them
@@ -156,7 +163,6 @@ def measure_norm(
     >>> measure_norm([torch.full((9,), 4e4, dtype=torch.float16)]) # float16 ends at 65504
     120000.0
     """
-    grads = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in grads]
     norm = _total(grads, scale)
     if not math.isfinite(norm) and any(map(_is_half, grads)):
         norm = _total([g.float() if _is_half(g) else g for g in grads], scale)
@@ -312,9 +318,11 @@ class _Side:
     def count(self, kind: str) -> int: # of this kind in a row
         "Count an update; `kind` is \"\" for one that was let through."
         self.counts["updates"] += 1
-        self.row = dict(kind=kind, count=1 + (self.row["count"] if self.row["kind"] == kind else 0))
         if kind: self.counts[kind] += 1
-        return self.row["count"]
+        row = self.row
+        if row["kind"] != kind: row.update(kind=kind, count=0)
+        row["count"] += 1
+        return row["count"]
 
 class UpdateGate:
     """A look at the gradients before every update of some optimizers.
@@ -425,10 +433,9 @@ class UpdateGate:
         update = self.open.pop(id(optimizer), None)
         if update is not None and update.end(): self._note(self.sides[id(optimizer)], "dropped")
 
-    @torch.no_grad()
     def _judge(self, update: _Update):
-        side, c = self.sides[id(update.optimizer)], self.config
-        if any(u.withheld for u in self.open.values()): return # of an optimizer around this one
+        side = self.sides[id(update.optimizer)]
+        if any([u.withheld for u in self.open.values()]): return # of an optimizer around this one
         grads = gradients_of(update.optimizer)
         if not grads and self.group is None: return
         if grads and grads[0].is_cuda and torch.cuda.is_current_stream_capturing(): return
@@ -436,24 +443,28 @@ class UpdateGate:
         norm = math.nan if offered is None else float(offered)
         if not math.isfinite(norm):
             norm = measure_norm(grads, getattr(update.optimizer, "grad_scale", None), self.group)
-        if not math.isfinite(norm):
-            found = getattr(update.optimizer, "found_inf", None)
-            if found is not None and found.item(): return # its scaler skips this update
-            if not c.drop:
-                side.count("")
-                return
-            name = name_nonfinite(update.optimizer, self.names)
-            update.withhold()
-            self._note(side, "dropped", parameter=name)
-            return
-        limit, halvings = side.history.limit, side.history.judge(norm)
-        if not halvings or clipped or isinstance(update, _SearchUpdate):
+        if not math.isfinite(norm): return self._drop(side, update)
+        halvings = side.history.judge(norm)
+        if not halvings or clipped or isinstance(update, _SearchUpdate): side.count("")
+        else: self._scale(side, update, grads, norm, halvings)
+
+    @torch.no_grad()
+    def _drop(self, side: _Side, update: _Update):
+        found = getattr(update.optimizer, "found_inf", None)
+        if found is not None and found.item(): return # its scaler skips this update
+        if not self.config.drop:
             side.count("")
             return
+        name = name_nonfinite(update.optimizer, self.names)
+        update.withhold()
+        self._note(side, "dropped", parameter=name)
+
+    @torch.no_grad()
+    def _scale(self, side: _Side, update: _Update, grads: Sequence[Tensor], norm: float, halvings: int):
         most = name_largest(update.optimizer, self.names)
         for n in (halvings // 2, halvings - halvings // 2): # each of them is a number that float16 has, too
             for g in grads: g.mul_(2.**-n)
-        self._note(side, "scaled", norm=norm, limit=limit, factor=2.**-halvings, parameter=most)
+        self._note(side, "scaled", norm=norm, limit=side.history.exceeded, factor=2.**-halvings, parameter=most)
 
     def _note(self, side: _Side, kind: str, **found):
         update, row = side.counts["updates"], side.count(kind)

@@ -8,7 +8,7 @@ __all__ = ['OWN_PARTS', 'UNHEARD', 'LEFT', 'NOT_TAKEN', 'Governor']
 # %% ../../nbs/guard/31_governor.ipynb #ef187500
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -46,6 +46,24 @@ LEFT = ("the loop over `governor.batches` was left by `break` twice within the b
 NOT_TAKEN = TakeResult(step=None, lanes=(), published=False, bad=(), refused=(), nbytes=0, seconds=0.)
 
 class _RejectedBatch(Exception): "Ends the block of `with governor.step()`."
+
+class _Explaining:
+    "Look for the cause of an incident in the block, and redo its batches, before anybody hears of it."
+    def __init__(self, governor: "Governor", recovery: Recovery):
+        self.governor, self.recovery = governor, recovery
+
+    def __enter__(self) -> list[Report]: # that are filed meanwhile
+        self.new = self.governor.log.hold_back()
+        return self.new
+
+    def __exit__(self, kind, failure, trace):
+        g, recovery = self.governor, self.recovery
+        try:
+            if isinstance(failure, GovernorStop):
+                recovery.look_into([failure.report], g.config)
+                raise GovernorStop(g.reports[-1]) from None
+            if failure is None and self.new: recovery.look_into(self.new[-1:], g.config)
+        finally: g.log.release(self.new)
 
 class Governor:
     """Watch the loss of a run, and roll the run back when it diverges.
@@ -120,7 +138,9 @@ class Governor:
         self.judge: RunJudge | LaneJudge = (
             RunJudge(run, self.observed, evaluate, self.config.gate) if single else LaneJudge(run, evaluate))
         self.incidents = IncidentResponse(run, self.judge.response, self.judge.same, restored=self._note_restored)
-        self.inactive = np.zeros(self.n, bool) # lanes that do not take part in this `watch`
+        self.none = np.zeros(self.n, bool) # of the lanes
+        self.none.setflags(write=False)
+        self.inactive = self.none # lanes that do not take part in this `watch`
         self.inside = False # of `with step()`
         self.failed = False # so there may be something to refill in the budget
         self.loops: dict[tuple, LoopBody] = {} # by place, those that `batches` has handed batches to
@@ -268,14 +288,15 @@ class Governor:
         if self.resume.waiting:
             self.resume.see(loss)
             self.loads.clear()
-        off = np.zeros(self.n, bool)
-        off[list(inactive)] = True
-        self.inactive = off
+        self.inactive = self.none
+        if len(inactive):
+            self.inactive = self.none.copy()
+            self.inactive[list(inactive)] = True
         if norm is not None and self.gate is not None and (before_step or self.inside):
             self.gate.offer(norm, clipped=True) # as it was measured for clipping
         if norm is None and not inactive and not len(self.losses) and self.judge.passes(loss, self.config):
             return () if self.inside else self._on_step_end()
-        self.losses.add(loss, norm, off)
+        self.losses.add(loss, norm, self.inactive)
         away, rejects = isinstance(loss, torch.Tensor) and loss.device.type != "cpu", self.inside and self.single
         at_once = not away or before_step or self.inside
         together = 1 if self.observed.in_turns else self.config.sync_every or (1 if at_once else 8)
@@ -361,7 +382,7 @@ class Governor:
         if repairs.recorder.footprint is None: self._look_at(repairs, step)
         asks = self.loop is not None and not (self.ranks or self.budget.stopped[0])
         if asks and repairs.between.look() and (ruined := self.snapshot.find_bad()):
-            with self._explaining(recovery): # what the body of a loop raises cannot be caught, unlike what `run` calls
+            with _Explaining(self, recovery): # what the body of a loop raises cannot be caught, unlike what `run` calls
                 self.flush()
                 self._advance(PhaseMove.FAIL, Moment().of_state(ruined))
         due = repairs.dry is None and len(repairs.recorder.steps) >= REHEARSED and repairs.within_reach
@@ -372,7 +393,7 @@ class Governor:
         repairs.recorder.forget(self.good.oldest())
         bad: tuple[str, ...] = () # what in the state has made the step fail
         try:
-            with self.ranks.naming_the_failed(self.watched):
+            with self.ranks.naming_the_failed(self.watched) if self.ranks else nullcontext():
                 returned = repairs.run(step, wanted, self.watched, fetch, self.comparing, self.lr_factor, origin)
         except Exception as e:
             if self.ranks or self.budget.stopped[0]: raise
@@ -387,24 +408,15 @@ class Governor:
                 "no loss in %d batches, and until one comes nothing is judged: %s", UNHEARD,
                 "let the step return it" if self.loop is None else "call `governor.watch(loss)` once a batch")
             return None
-        with self._explaining(recovery) as new:
+        with _Explaining(self, recovery) as new:
             if bad: self._advance(PhaseMove.FAIL, Moment().of_state(bad))
-            else: self.watch(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+            else: self.watch(loss)
             if not new and len(self.losses) and self._asks_to_redo(repairs): self.flush() # of these steps
             if not new and self._asks_to_redo(repairs):
                 recovery.redo_disturbed("rise", self.losses.recent[-1], self.config)
         repairs.between.note_again()
         return returned
 
-    @contextmanager
-    def _explaining(self, recovery: Recovery) -> Iterator[list[Report]]: # that are filed meanwhile
-        "Look for the cause of an incident in the block, and redo its batches, before anybody hears of it."
-        with self.log.delay() as new:
-            try: yield new
-            except GovernorStop as stop:
-                recovery.look_into([stop.report], self.config)
-                raise GovernorStop(self.reports[-1]) from None
-            if new: recovery.look_into(new[-1:], self.config)
 
     def _asks_to_redo(self, repairs: Repairs) -> bool:
         "Whether the latest steps are to be trained on again, in case that something disturbed them."

@@ -13,7 +13,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
@@ -66,6 +66,7 @@ class StateHealth:
 
     def find_jumps(self) -> tuple[str, ...]: # names, and by how much
         "Return the buffers that are far larger than they ever were."
+        if not self.bands.buffers: return ()
         self.bands.follow(self._buffers())
         return self.bands.find_jumps()
 
@@ -309,8 +310,9 @@ class Signs:
             self.add("written", f"the data of {len(put)} weights")
         if self.aside(): return
         rates = rates_of(optimizer)
-        course = self.courses.get(mine, RateCourse(rates, max(rates, default=0.)))
-        if raised := course.raised_to(rates): self.add("rate", raised)
+        course = self.courses.get(mine)
+        if course is None: course = RateCourse(rates, max(rates, default=0.))
+        elif raised := course.raised_to(rates): self.add("rate", raised)
         self.courses[mine] = course.followed_by(rates, now)
 
     @property
@@ -389,6 +391,7 @@ class RateCourse(NamedTuple):
     def followed_by(self, rates: list[float], batch: int) -> Self: # calls of `watch`
         "Return the course with the rates of the next update."
         rate, limit = max(rates, default=0.), LEAP * self.highest
+        if rates == self.rates and (self.leap is not None or rate <= self.highest): return self # as nearly always
         if self.leap is not None: # or it was taken back
             return self._replace(rates=rates, leap=self.leap if rate > limit else None)
         if batch > SETTLED and rate > limit > 0: return self._replace(rates=rates, leap=Leap(batch=batch, rate=rate))
@@ -396,6 +399,7 @@ class RateCourse(NamedTuple):
 
     def raised_to(self, rates: list[float]) -> str: # "": none was
         "Say which rate is far above that of the update before, or below zero since."
+        if rates == self.rates: return ""
         return next((f"{a:.3g} to {b:.3g}" for a, b in zip(self.rates, rates) if b > RAISED * a > 0 or b < 0 <= a), "")
 
 # %% ../../nbs/guard/29_health.ipynb #65da3228
@@ -418,6 +422,13 @@ def forget_ruined(optimizers: Iterable[torch.optim.Optimizer]) -> bool: # whethe
     return any(params for _, params in ruined)
 
 # %% ../../nbs/guard/29_health.ipynb #7e14053d
+class _Relief:
+    "A time in which signs do not look at weights."
+    def __init__(self, signs: Signs):
+        self.signs, self.before = signs, signs.relieved
+    def __enter__(self): self.signs.relieved = True
+    def __exit__(self, *_): self.signs.relieved = self.before
+
 class UpdateWatch:
     "What passes through the optimizers of a single run: updates that a gate has changed, and signs beside the loss."
     def __init__(
@@ -480,14 +491,9 @@ class UpdateWatch:
         "Take it as a sign that something has written into the state between two steps."
         if self.signs is not None: self.signs.add("written", names)
 
-    @contextmanager
-    def relieved(self) -> Iterator[None]:
+    def relieved(self) -> AbstractContextManager:
         "Look at no weights in a step before and after which somebody else does."
-        before = self.signs is not None and self.signs.relieved
-        if self.signs is not None: self.signs.relieved = True
-        try: yield
-        finally:
-            if self.signs is not None: self.signs.relieved = before
+        return nullcontext() if self.signs is None else _Relief(self.signs)
 
     def forget(self):
         "Forget what the gate has changed in a replay or in a comparison: the run has not seen it."

@@ -160,6 +160,10 @@ def tell_of_copies(
     elif "__reduce_ex__" in vars(kind): del kind.__reduce_ex__
 
 # %% ../../nbs/guard/30_observation.ipynb #6b8aa494
+_CALM = (Phase.CALM, Phase.STOPPED)
+_OLD = (Phase.OLD, Phase.SHOWN)
+_TURNS = (*_OLD, Phase.LIVE)
+
 class RiseObservation:
     "The phase of a single run, and the rise that it is about."
     def __init__(self) -> None:
@@ -172,17 +176,17 @@ class RiseObservation:
     @property
     def calm(self) -> bool:
         "Whether nothing is observed."
-        return self.phase in (Phase.CALM, Phase.STOPPED)
+        return self.phase in _CALM
 
     @property
     def old_in_place(self) -> bool:
         "Whether the next loss would be one of the old weights, were it not for a validation."
-        return self.phase in (Phase.OLD, Phase.SHOWN)
+        return self.phase in _OLD
 
     @property
     def in_turns(self) -> bool:
         "Whether old and live weights take turns."
-        return self.phase in (Phase.OLD, Phase.SHOWN, Phase.LIVE)
+        return self.phase in _TURNS
 
     def move(self, move: PhaseMove) -> tuple[Effect, ...]:
         "Go to the next phase; return what is to be done."

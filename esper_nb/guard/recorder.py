@@ -64,8 +64,13 @@ class RunModes(NamedTuple):
 # %% ../../nbs/guard/24_recorder.ipynb #fcd7aae1
 def out_of_shared_memory(batch):
     "Return a batch whose tensors hold no file descriptors: as they come from a worker, each holds one."
-    there = [t for t in all_tensors_of(batch) if t.layout is torch.strided and t.device.type == "cpu"]
-    return own_copy(batch) if any(t.is_shared() for t in there) else batch
+    return own_copy(batch) if any(map(_is_shared, all_tensors_of(batch))) else batch
+
+def _is_shared(t: Tensor) -> bool: return t.is_cpu and t.layout is torch.strided and t.is_shared()
+
+def _nbytes_of(t: Tensor) -> int:
+    if type(t) is Tensor and t.layout is torch.strided: return t.nbytes
+    return sum(p.nbytes for p in dense_parts(t))
 
 def own_copy(batch): # itself if something in it cannot be copied
     "Return a copy of a batch; a step may write into it."
@@ -105,6 +110,11 @@ def number_of(returned) -> float: # by a step
     "Return the loss of a step as a number; NaN if the step has skipped its batch."
     loss = loss_of(returned)
     return math.nan if loss is None else float(loss.detach() if isinstance(loss, Tensor) else loss)
+
+def _own_loss(found): # of `loss_of`
+    "Return a loss as nobody else can write into it, without a wait for a device."
+    if not isinstance(found, Tensor): return math.nan if found is None else found
+    return found.item() if found.is_cpu and found.numel() == 1 else found.detach().clone()
 
 # %% ../../nbs/guard/24_recorder.ipynb #93bf0fed
 @dataclass(eq=False)
@@ -191,6 +201,8 @@ class RecordedStep:
 # %% ../../nbs/guard/24_recorder.ipynb #f4f89c4a
 def _local_any(t: Tensor) -> Tensor: # () bool
     "Whether something in a tensor is not zero."
+    if type(t) is Tensor and t.layout is torch.strided: return t.any() # nearly always
+    t = t.detach()
     t = t.to_local() if hasattr(t, "to_local") else t
     return t.any() if t.layout is torch.strided else torch.ones((), dtype=torch.bool)
 
@@ -236,12 +248,14 @@ class StepRecorder:
         origin: Origin | None = None, # of the batch, which is kept itself only while there is room
     ): # the loss
         "Run a step and record it."
-        kept = batch if fetch else self._kept(batch)
+        tensors = [] if fetch else all_tensors_of(batch)
+        nbytes = sum(map(_nbytes_of, tensors))
+        kept = batch if fetch else self._kept(batch, tensors, nbytes)
         noted = RecordedStep(
             number=number, step=step, batch=kept, fetch=fetch, position=self.omissions.position - 1,
             digest=() if fetch else batch_digest(kept), streams=RandomStreams(self.streams).state_dict(),
             before=self._settings(), no_update=no_update, share=self.warm_up.next(), lr_factor=lr_factor,
-            nbytes=0 if fetch else size_of(batch),
+            nbytes=nbytes,
             footprint=self.footprint, origin=origin, repeats=self.repeats, grads=self._has_gradients(),
             modes=self._modes(), given=None if self.footprint is None else self.footprint.before_step(step),
             owned=fetch is None and kept is not batch)
@@ -249,19 +263,19 @@ class StepRecorder:
         if self.first is None: self.first = number
         weights = self._versions()
         look = self.runs < 16 or self.runs % 64 == 0
-        others = RandomStreams({"numpy", "python"} - self.streams if look else ())
-        untouched = others.state_dict()
+        others = RandomStreams({"numpy", "python"} - self.streams)
+        untouched = others.state_dict() if look else {}
         loss = noted.call(batch if fetch is None else fetch(batch), self.optimizers)
         if self.footprint is not None: self.footprint.after_step()
-        self.streams |= {k for k, v in others.state_dict().items() if not same_stream(v, untouched[k])}
+        if look: self.streams |= {k for k, v in others.state_dict().items() if not same_stream(v, untouched[k])}
         self.updated = weights != self._versions()
         self.seen_update |= self.updated
         noted.after, noted.leaves = self._settings(), getattr(step, "leaving", False)
         noted.ended = bits_of([torch.get_rng_state()]) if look else None
         found = loss_of(loss)
-        noted.loss = found.detach().clone() if isinstance(found, Tensor) else math.nan if found is None else found
+        noted.loss = _own_loss(found)
         noted.no_update |= found is None # it has skipped its batch
-        rates = [dict(group).get("lr") for group in noted.before]
+        rates = [v for group in noted.before for k, v in group if k == "lr"]
         self.peaks.add(number, max((x / lr_factor for x in rates if isinstance(x, float | int)), default=0.))
         self.runs += 1
         self._keep(noted)
@@ -364,10 +378,11 @@ class StepRecorder:
         "Leave out what another recorder has left out."
         self.omissions, self.warm_up = Omissions(**state["omissions"]), WarmUp(**state["warm_up"])
 
-    def _kept(self, batch): # the batch, or a copy
+    def _kept(self, batch, tensors: list[Tensor], nbytes: int): # tensors in it, their size; the batch, or a copy
         "Return what is kept of a batch: copies of the first ones, since nobody knows yet whether they will change."
         tries = self.runs < COPIED_FIRST and is_data(batch)
-        if not (tries or self.copying) or size_of(batch) > self.nbytes // 8: return out_of_shared_memory(batch)
+        if not (tries or self.copying) or nbytes > self.nbytes // 8:
+            return own_copy(batch) if any(map(_is_shared, tensors)) else batch
         if not self.copying: self.tried.append((batch, batch_digest(batch)))
         return own_copy(batch)
 
@@ -411,7 +426,7 @@ class StepRecorder:
     def _has_gradients(self) -> list[Tensor]: # () bool, by its last parameter with one; not waited for
         found = [next((p.grad for p in reversed(g["params"]) if p.grad is not None), None)
                  for o in self.optimizers for g in o.param_groups]
-        return [_local_any(grad.detach()) for grad in found if grad is not None]
+        return [_local_any(grad) for grad in found if grad is not None]
 
     def _named(self) -> tuple: # equal ones are kept once
         now = () if self.footprint is None else self.footprint.named()
@@ -513,7 +528,7 @@ def all_tensors_of(batch) -> list[Tensor]:
 
 def size_of(batch) -> int:
     "Return how much memory the tensors of a batch take."
-    return sum(p.nbytes for t in all_tensors_of(batch) for p in dense_parts(t))
+    return sum(map(_nbytes_of, all_tensors_of(batch)))
 
 def same_content(a, b) -> bool:
     "Whether two batches are equal to the bit."
@@ -597,12 +612,11 @@ def settings_of(
     optimizers: Iterable[torch.optim.Optimizer],
 ) -> tuple: # one a group
     "Return the settings of all groups of optimizers, as names and values."
-    return tuple([tuple([(k, _setting(v)) for k, v in g.items() if k != "params"])
+    return tuple([tuple([(k, _setting(v) if isinstance(v, Tensor) else v) for k, v in g.items() if k != "params"])
                   for o in optimizers for g in o.param_groups])
 
-def _setting(v):
-    if isinstance(v, Tensor): return v.item() if v.device.type == "cpu" and v.numel() == 1 else None
-    return v
+def _setting(v: Tensor): # a number; None: it lies elsewhere, or is more than one
+    return v.item() if v.device.type == "cpu" and v.numel() == 1 else None
 
 # %% ../../nbs/guard/24_recorder.ipynb #22aa0011
 @contextmanager

@@ -62,14 +62,18 @@ class BetweenSteps:
         def end(*_): watch.end_update()
         weakref.finalize(self, quiet_hooks, hook_steps(self.optimizers, begin, end))
 
-    @contextmanager
-    def step(self, number: int) -> Iterator[None]: # calls of `watch` before it
+    def step(self, number: int) -> "_AroundStep": # calls of `watch` before it
         "Look at the state before and after a step; what the Governor itself has written is no news."
+        return _AroundStep(self, number)
+
+    def begin_step(self) -> int: # writes of the Governor before it
+        "Look at the state before a step."
         self.look()
-        then, self.inside = self.snapshot.writes, True
-        try:
-            with self.alone(): yield
-        finally: self.inside = False
+        self.inside = True
+        return self.snapshot.writes
+
+    def end_step(self, number: int, then: int): # calls of `watch` before it; writes of the Governor
+        "Look at the state after a step."
         mine = then == self.snapshot.writes # none by the Governor
         self._note_state(number)
         self.counts = self.watch.counts if mine else None
@@ -131,6 +135,20 @@ class BetweenSteps:
     def was_written(self, number: int) -> bool: # of a step
         "Whether something wrote into the state after this step, one of the first times in the run."
         return 0 < len(self.written) <= 8 and self.written[-1].after == number
+
+class _AroundStep:
+    "A step between looks at the state."
+    def __init__(self, between: BetweenSteps, number: int):
+        self.between, self.number, self.alone = between, number, between.alone()
+
+    def __enter__(self):
+        self.then = self.between.begin_step()
+        self.alone.__enter__()
+
+    def __exit__(self, *failed):
+        self.between.inside = False
+        self.alone.__exit__(*failed)
+        if failed[0] is None: self.between.end_step(self.number, self.then)
 
 # %% ../../nbs/guard/28_repairs.ipynb #redone01
 REHEARSED = 2 # steps that are repeated dry

@@ -455,14 +455,22 @@ class IncidentLog:
         for follow in self.followers: follow(report, more)
         return more
 
+    def hold_back(self) -> list[Report]: # that are filed from now on
+        "Call no callback until `release`."
+        new = self.delayed = list[Report]()
+        return new
+
+    def release(self, new: list[Report]): # of `hold_back`
+        "Call the callbacks."
+        self.delayed = None
+        for i, r in enumerate(new): new[i] = self._call_back(r)
+
     @contextmanager
     def delay(self) -> Iterator[list[Report]]: # that are filed meanwhile
         "Call the callbacks once an incident is fully explained."
-        new = self.delayed = list[Report]()
+        new = self.hold_back()
         try: yield new
-        finally:
-            self.delayed = None
-            for i, r in enumerate(new): new[i] = self._call_back(r)
+        finally: self.release(new)
 
     def say(self, text: str, *values):
         "Log a sentence that belongs to no report, where somebody reads it."

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..core import AnyPart, ModulePart, forget_noted, ndarrays_in, tensors_in, weights_in
 from .budget import Budget, blames_batch, is_extreme
-from .detector import RULES, LossStats, Verdict, off_scale, on_scale
+from .detector import RULES, LossStats, StatsMemory, Verdict, off_scale, on_scale
 from .footprint import Footprint, memory_of
 from .losses import LossQueue, Verdicts
 from .phases import Effect, PhaseMove
@@ -230,7 +230,7 @@ class GuardedRun(NamedTuple):
         ranks = ranks or Ranks()
         losses = LossQueue(lanes, ranks)
         verdicts = Verdicts(lanes, losses, chance_loss)
-        snapshot = Snapshot(*parts, lanes=lanes, copies=copies, **named, governor_stats=verdicts.stats)
+        snapshot = Snapshot(*parts, lanes=lanes, copies=copies, **named, governor_stats=StatsMemory(verdicts.stats))
         strays = stray_weights(snapshot.objects) if lanes == 1 else []
         if strays and STRAYS not in snapshot.parts: snapshot.add(**{STRAYS: strays})
         rates = LearningRates(snapshot)

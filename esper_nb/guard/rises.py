@@ -54,9 +54,11 @@ def is_clearly_above(
 ) -> bool:
     "Return whether the mean of some losses is four standard errors above that of others (Welch, 1947)."
     if len(now) != len(before) or len(now) < 2: return False
+    late, early = np.array(now), np.array(before)
     with np.errstate(over="ignore", invalid="ignore"): # of NaN and infinity: False
-        error = ((np.var(now, ddof=1) + np.var(before, ddof=1)) / len(now))**.5
-        return bool(np.mean(now) - np.mean(before) > 4 * error)
+        rise = late.mean() - early.mean()
+        if not rise > 0: return False # as in most healthy runs
+        return bool(rise > 4 * ((late.var(ddof=1) + early.var(ddof=1)) / len(now))**.5)
 
 # %% ../../nbs/guard/15_rises.ipynb #975bd5bc
 @dataclass

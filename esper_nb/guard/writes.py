@@ -101,6 +101,11 @@ def in_turns(pieces: list[PieceOf]) -> list[list[PieceOf]]: # in order
         room -= words.nbytes
     return out or [[]]
 
+def _two_of(words: np.ndarray) -> np.ndarray: # a view
+    "Return the words after one and two thirds of a piece."
+    a, b = len(words) // 3, 2 * len(words) // 3
+    return words[a:b + 1:max(1, b - a)]
+
 # %% ../../nbs/guard/23_writes.ipynb #84291a24
 class Written(NamedTuple):
     "Proof that something wrote into the state between two steps."
@@ -127,9 +132,9 @@ class WriteCounts(NamedTuple):
 class StateWatch:
     """Whether anything writes into tensors between two steps.
 
-    Torch counts what is written into a tensor, and that is compared at every step. What goes past it is seen by
-    checksums: of some pieces of the parameters and one of the rest at every step, and of all of it now and then; and
-    by two words of every tensor at every step, so that a write into all of a layer is seen at once.
+    Torch counts what is written into a tensor, and that is compared at every step. What goes past it is seen by the
+    bits: of some pieces of the parameters and one of the rest at every step, and by a checksum of all of it now and
+    then; and by two words of every tensor at every step, so that a write into all of a layer is seen at once.
     """
     def __init__(
         self,
@@ -148,8 +153,8 @@ class StateWatch:
         self.before: list[int] | None = None # versions at the end of a step
         self.begun: list[int] = [] # versions when a step began; writes of optimizers since are added
         self.paused: list[int] = [] # versions when an update began
-        self.noted: list[tuple[int, np.ndarray, int]] = [] # pieces that were looked at: tensor, words, sum
-        self.probed: list[int] | None = None # single words of every tensor
+        self.noted: list[tuple[int, np.ndarray, bytes]] = [] # pieces that were looked at: tensor, words, content
+        self.probed: list[list[int]] | None = None # two words of every tensor
         self.sums: list[int] | None = None # of all tensors
         self.held: list[tuple[str, TensorTable, TensorTable]] = [] # tables of modules, and what was in them
         self.memories = Memories()
@@ -164,21 +169,26 @@ class StateWatch:
                         for kind in (True, False))
         self.turns, self.others = in_turns(mine), others
         whole = {i: words for i, words in reversed(mine + others)}
-        self.probes = [(i, words, len(words) * k // 3) for i, words in whole.items() for k in (1, 2)]
+        self.probes = [(i, _two_of(words)) for i, words in whole.items()]
         self.places = [t.data_ptr() if t.layout is torch.strided else 0 for t in self.values]
         self.tables = self.read_tables()
 
     def end_of_step(self, number: int): # of the step
         "Note how the state is, and what was written into it since the step began."
-        self.counts = self._count()
-        if self.steps % 64 == 0 or self.steps < 4: self.look_up()
+        now = self._versions()
+        self.counts = self._count(now)
+        if self.steps % 64 == 0 or self.steps < 4:
+            self.look_up()
+            now = self._versions()
         self.steps += 1
         self.number = number
-        self.before = self._versions()
-        if any(self.lies_elsewhere(i) for i, _ in self.turn()): self.look_up()
+        self.before, turn = now, self.turn()
+        if any([self.lies_elsewhere(i) for i, _ in turn]):
+            self.look_up()
+            turn = self.turn()
         self.memories.note(self.weights)
-        self.probed = [words.item(k) for _, words, k in self.probes]
-        self.noted = [(i, words, int(np.add.reduce(words))) for i, words in self.turn()]
+        self.probed = [two.tolist() for _, two in self.probes]
+        self.noted = [(i, words, words.tobytes()) for i, words in turn]
         everything = self.every and self.steps * 2654435761 % 2**32 < 2**32 / self.every # at no regular distance
         self.sums = [bits_of([t]) for t in self.values] if everything else None
         self.held = [(name, table, dict(table)) for name, table in self.tables]
@@ -191,14 +201,14 @@ class StateWatch:
         if now != self.before:
             moved = [k for k, a, b in zip(self.names, now, self.before) if a != b]
             return Written(tuple(moved), self.number, "versions")
-        if self.probed is not None and (seen := [words.item(k) for _, words, k in self.probes]) != self.probed:
-            others = {i for (i, _, _), a, b in zip(self.probes, seen, self.probed) if a != b}
+        if self.probed is not None and (seen := [two.tolist() for _, two in self.probes]) != self.probed:
+            others = [i for (i, _), a, b in zip(self.probes, seen, self.probed) if a != b]
             if here := tuple(self.names[i] for i in sorted(others) if not self.lies_elsewhere(i)):
                 return Written(here, self.number, "bits")
         if put := self.memories.exchanged():
             return Written(tuple(k for k, t in self.tensors.items() if any(t is p for p in put)), self.number, "bits")
-        for i, words, total in self.noted:
-            if not self.lies_elsewhere(i) and int(np.add.reduce(words)) != total:
+        for i, words, content in self.noted:
+            if words.tobytes() != content and not self.lies_elsewhere(i):
                 return Written((self.names[i],), self.number, "bits")
         if self.sums is not None:
             moved = [k for k, t, a in zip(self.names, self.values, self.sums) if bits_of([t]) != a]
@@ -215,9 +225,9 @@ class StateWatch:
 
     def _versions(self) -> list[int]: return [t._version for t in self.values] # noqa: SLF001
 
-    def _count(self) -> WriteCounts | None:
+    def _count(self, now: list[int]) -> WriteCounts | None: # versions
         if len(self.begun) != len(self.values) or not self.values: return None
-        counts = tuple(map(operator.sub, self._versions(), self.begun))
+        counts = tuple(map(operator.sub, now, self.begun))
         last = self.counts
         if last is not None and last.names is self.names and last.counts == counts: return last # kept once
         return WriteCounts(names=self.names, counts=counts)
