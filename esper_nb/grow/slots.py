@@ -700,6 +700,17 @@ class Slot(nn.Module):
         super().__setstate__(state)
         self.rows()
 
-    def _load_from_state_dict(self, *args):
-        super()._load_from_state_dict(*args)
+    def check_saved(self, state: Mapping[str, Any], prefix: str): # of a module's state dict, and of the slot's names
+        "Raise a `RuntimeError` for saved seeds of other blueprints: the table knows them by their places in the list."
+        rows, banks = state.get(f"{prefix}table"), f"{prefix}banks."
+        saved = {k.removeprefix(banks).partition(".")[0] for k in state if k.startswith(banks)}
+        own = {k for k, bank in self.banks.items() if bank.state_dict()} # some have no weights
+        seeds = [] if rows is None or saved == own else [decode_seed(r) for r in rows.tolist()]
+        if not any(s.stage in LIVE | {Stage.FOSSILIZED} for s in seeds): return
+        raise RuntimeError(f"slot {self.name}: saved are seeds of the blueprints {', '.join(sorted(saved))}, expected "
+                           f"those of this slot, {', '.join(sorted(own))}: make the model with the same blueprints")
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.check_saved(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self.rows()
