@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -219,11 +220,15 @@ Lanes = int | Sequence[int] | None # one lane, several, or all
 
 def as_lanes(lanes: Lanes, n: int) -> list[int]:
     "Return lane numbers as a list, checked."
-    found = list(range(n)) if lanes is None else [lanes] if isinstance(lanes, int) else [int(i) for i in lanes]
-    good = len(found) == len(set(found)) and all(0 <= i < n for i in found)
+    if lanes is None: return list(range(n))
+    if isinstance(lanes, Tensor): lanes = lanes.tolist()
+    given = list(lanes) if isinstance(lanes, Iterable) else [lanes]
+    given = [i.item() if isinstance(i, Tensor) else i for i in given]
+    whole = all(isinstance(i, Integral) and not isinstance(i, bool) for i in given) # a mask has no numbers
+    good = whole and len(given) == len(set(given)) and all(0 <= i < n for i in given)
     known = f"different lane numbers from 0 to {n - 1}, or None for all" if n > 1 else "0, the only lane, or None"
     check(good, "lanes", lanes, known)
-    return found
+    return [int(i) for i in given]
 
 # %% ../../nbs/grow/23_slots.ipynb #cda2bd23
 @contextmanager
