@@ -30,8 +30,8 @@ from ..core import (
 from ..guard import GovernorConfig, Report
 from ..grow import Gates, Growing, Rules, Stage
 from ..train import (
-    TASK_FAMILIES, Disturb, EvalResult, FamilyData, Fault, FitConfig, ImageData, Task, TextData, get_task,
-    new_population, same_source)
+    TASK_FAMILIES, Disturb, EvalResult, FamilyData, Fault, FitConfig, ImageData, Task, TextData, check_data,
+    check_disturb, get_task, new_population, same_source)
 from .actions import GrowthActions, Repertoire, choice_of, in_stage, read_actions, read_slots
 from .episodes import (
     DevicePart, EnvStep, EpisodeSummary, EpisodeSums, clone_all, lane_info, merge_lanes, part_finals,
@@ -187,6 +187,8 @@ class GrowVecEnv(gym.vector.VectorEnv):
         check(config is None or isinstance(config, Config) and hasattr(config, "num_envs"), "config", config,
               "settings, such as EnvConfig(task='digits'), or a setting by its name: GrowVecEnv(task='digits')")
         c = EnvConfig.from_dict(settings) if config is None else config.replace(**settings)
+        check_disturb(disturb)
+        check_data(data)
         self.made_of, self.render_mode, self.disturb = (data, disturb, render_mode), render_mode, disturb
         task = c.task if isinstance(c.task, Task) else get_task(c.task)
         self.task = task if c.batch_size is None else task.replace(batch_size=c.batch_size)
@@ -397,6 +399,8 @@ class GrowVecEnv(gym.vector.VectorEnv):
         ValueError
             If a setting that numbers depend on differs; the message shows both values of each.
         """
+        good = isinstance(state, Mapping) and isinstance(state.get("config"), Mapping)
+        check(good, "state", state, "what `state_dict` of such an environment returned")
         here = self.config.to_dict()
         saved = dict(state["config"])
         tasks = saved["task"], here["task"]
@@ -837,8 +841,8 @@ def lane_seeds(
     lanes: int,
 ) -> list[int | None]:
     "Return a seed for every lane, or None for a lane that continues."
-    if seed is None or isinstance(seed, int | np.integer): return [None if seed is None else int(seed)] * lanes
-    several = isinstance(seed, Sequence | np.ndarray)
+    if seed is None or isinstance(seed, int | np.integer): seed = [seed] * lanes
+    several = isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str)
     check(several, "seed", seed, f"a whole number, a list of {lanes}: one for each lane, or None")
     given = list(seed)
     check(len(given) == lanes, "seed", given, f"one number, or a list of {lanes}: one for each lane")

@@ -1,6 +1,7 @@
 # What grow offers to other packages; written by `python scripts/notebooks.py door`
-from .blending import (Curve as Curve, progress as progress, RampMode as RampMode, Ramp as Ramp, spread as spread,
-    Blend as Blend, combine as combine, straight_through as straight_through, BlendGate as BlendGate)
+from .blending import (Steepness as Steepness, Curve as Curve, progress as progress, RampMode as RampMode,
+    Ramp as Ramp, spread as spread, Blend as Blend, combine as combine, straight_through as straight_through,
+    BlendGate as BlendGate)
 from .blueprints import (FAMILIES as FAMILIES, SEED_LAYOUTS as SEED_LAYOUTS, Blueprint as Blueprint,
     blueprint as blueprint, forget_blueprint as forget_blueprint, list_blueprints as list_blueprints,
     get_blueprint as get_blueprint, make_blueprint as make_blueprint, open_relu as open_relu, Residual as Residual,

@@ -369,6 +369,8 @@ def serve_optimizer(
     >>> optimizer.step()
     >>> handle.remove()
     """
+    check(isinstance(model, Growing), "model", model, "a model with slots, such as attach_slots returns")
+    check(isinstance(optimizer, torch.optim.Optimizer), "optimizer", optimizer, "an optimizer of torch")
     has = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [owner for owner, params in model.owners().items() if not has.issuperset(map(id, params.values()))]
     expected = "an optimizer with all of the model: make it from model.parameters() after the slots are there"

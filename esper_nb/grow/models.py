@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core import check, reset_lanes, take_lanes
+from ..core import Share, check, check_names, check_type, reset_lanes, take_lanes
 from .hosts import GPTHost, Host
 from .lifecycle import LIVE, Event, GateResult, Reason, Rules, SeedState, Stage
 from .slots import Lanes, Numbers, Slot, as_lanes, evaluating
@@ -113,6 +113,8 @@ class Growing(nn.Module):
         force: bool = False, # leave the gate out
     ) -> dict[int, GateResult]: # lane -> its gate's verdict
         "Make seeds permanent."
+        good = probe is None or isinstance(probe, Tensor)
+        check(good, "probe", probe, "a batch: one tensor, as the host takes it; or None")
         evaluate = None if probe is None else lambda: self(probe)
         with evaluating(self): return self.slot(slot).fossilize(lanes, safe, tolerance, evaluate, force)
 
@@ -147,7 +149,7 @@ class Growing(nn.Module):
 
     @within.setter
     def within(self, share: float):
-        check(0 <= share <= 1, "within", share, "a number from 0 to 1")
+        check_type("within", share, Share)
         for k in self.names: self.slot(k).within = share
 
     def reset(self, lanes: Sequence[int], seed: int, names: Sequence[int] | None = None): # names: in the seed keys
@@ -162,6 +164,7 @@ class Growing(nn.Module):
         >>> [s.stage.name for s in model.slot("r0c1").states()]
         ['GERMINATED', 'DORMANT']
         """
+        lanes = as_lanes(lanes, self.lanes)
         reset_lanes(self.host, lanes, seed, names=names)
         for k in self.names: self.slot(k).clear(lanes, seed, names)
 
@@ -172,6 +175,7 @@ class Growing(nn.Module):
     def status(self, lanes: Lanes = None) -> "Status":
         "Return the contents of every slot as a table, with their problems."
         found, slots, counts = as_lanes(lanes, self.lanes), [self.slot(k) for k in self.names], self.parameter_counts()
+        check(len(found) > 0, "lanes", lanes, "at least one lane, or None for all")
         states = [(slot, i, s) for slot in slots for i, s in slot.readable(found)]
         table = [slot.describe(i, s) for slot, i, s in states if s.stage != Stage.DORMANT]
         problems = [f"slot {slot.name}, lane {i}: {p}" for slot in slots for i in found for p in slot.problems(i)]
@@ -193,7 +197,8 @@ class Growing(nn.Module):
     @contextmanager
     def disable_seeds(self, slots: str | Sequence[str] | None = None): # one, several, or all
         "Make slots return their features unchanged inside the block."
-        off = [self.slot(k) for k in (self.names if slots is None else [slots] if isinstance(slots, str) else slots)]
+        chosen = self._chosen([slots] if isinstance(slots, str) else slots)
+        off = [self.slot(k) for k in (self.names if chosen is None else chosen)]
         was = [s.enabled for s in off]
         for s in off: s.enabled = False
         try: yield self
@@ -206,9 +211,10 @@ class Growing(nn.Module):
         stacked: bool | None = None, # one large batch, equal to rounding; default for a walk on a GPU
     ) -> tuple[Tensor, list[tuple[str, ...]]]: # logits (2^k, B, ...), and for each entry the slots that are on
         "Return the logits of every on/off combination of the slots' seeds, as separate evaluations would give them."
-        for k in slots or (): self.slot(k)
+        check(isinstance(x, Tensor), "x", x, "a batch: one tensor, as the host takes it")
+        chosen = self._chosen(slots)
         with evaluating(self):
-            names = [k for k in self.names if (self.changes_output(k) if slots is None else k in slots)]
+            names = [k for k in self.names if (self.changes_output(k) if chosen is None else k in chosen)]
             expected = f"at most {MAX_BRANCHES} slots for all combinations; name fewer, or sample them"
             check(len(names) <= MAX_BRANCHES, "slots", names, expected)
             on = combinations_of(names)
@@ -282,6 +288,7 @@ class Growing(nn.Module):
         >>> model.live_lanes("host").tolist(), model.live_lanes("r0c1.norm").tolist()
         ([True, True], [False, False])
         """
+        check(owner in self.owners(), "owner", owner, f"one of {', '.join(self.owners())}")
         name, _, part = owner.rpartition(".")
         return self.slot(name).in_use(part) if name else torch.ones(self.lanes, dtype=torch.bool)
 
@@ -301,6 +308,15 @@ class Growing(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *args): # the first of all parts: nothing is loaded yet
         for k, slot in self.slots.items(): slot.check_saved(state_dict, f"{prefix}slots.{k}.")
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _chosen(self, slots: object) -> list[str] | None: # None: it is not said which
+        "Return names of slots, checked."
+        if slots is None: return None
+        good = isinstance(slots, Iterable) and not isinstance(slots, str)
+        names = list(slots) if good else [] # type: ignore[call-overload]  # checked
+        known = f"a list of some of {', '.join(self.names)}"
+        check(good and all(k in self.names for k in names), "slots", slots, known)
+        return names
 
     def _tell_of_unrun(self, slot: str, why: str):
         "Warn once of each slot whose seeds do not run."
@@ -373,9 +389,10 @@ class GrowingModel(Growing):
         options: Mapping[str, Mapping] | None = None, # blueprint -> its options
     ):
         super().__init__()
+        check(isinstance(host, nn.Module) and hasattr(host, "sites"), "host", host, "a host, such as "
+              "new_host(CNNConfig()); into a network of your own attach_slots(net, [...], batch) puts slots")
         sites = [s.name for s in host.sites]
-        good = not isinstance(slots, str) and 0 < len(slots) == len(set(slots))
-        check(good, "slots", slots, f"a list of sites, each once: some of {', '.join(sites)}")
+        check_names("slots", slots, f"a list of sites, each once: some of {', '.join(sites)}")
         for k in slots: check(k in sites, "site", k, f"one of {', '.join(sites)}")
         self.host, self.lanes = host, host.lanes
         family = family or ("transformer" if isinstance(host, GPTHost) else "cnn")
@@ -497,6 +514,8 @@ def apply_decision(model: Growing, lane: int, d: Decision) -> DecisionResult:
     check(d.verb in DECISION_VERBS, "verb", d.verb, f"one of {', '.join(DECISION_VERBS)}")
     if d.verb == "wait": return DecisionResult(lane, d, True, "")
     slot = model.slot(d.slot or "")
+    named = isinstance(d.settings, Mapping)
+    check(named, "settings", d.settings, "arguments of the verb by name, such as dict(tempo=3)")
     verbs: dict[str, Callable[..., dict[int, GateResult] | None]] = dict(
         germinate=model.germinate, advance=model.advance, set_alpha=model.set_alpha, prune=model.prune,
         schedule_prune=model.schedule_prune, fossilize=model.fossilize)

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..core import (
-    ATOMS, Config, Count, LaneForm, LaneModule, PerLane, Ports, Whole, check, check_count, check_device, find_form,
-    layers_of, reset_lanes, seeded)
+    ATOMS, Config, Count, LaneForm, LaneModule, PerLane, Ports, Whole, check, check_count, check_device, check_names,
+    find_form, layers_of, reset_lanes, seeded)
 from .blueprints import list_blueprints, out_of_place
 from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost
 from .lifecycle import Event, Rules
@@ -224,9 +224,10 @@ def attach_slots(
     >>> torch.equal(model(x), net(x))
     True
     """
-    names = list(slots) if isinstance(slots, Iterable) and not isinstance(slots, str) else []
-    good = len(names) > 0 and all(isinstance(k, str) for k in names) and len(names) == len(set(names))
-    check(good, "slots", slots, "a list of submodule names, each once, such as ['layer1']: named_modules() lists them")
+    check(isinstance(module, nn.Module), "module", module, "your network, a module of torch")
+    names = check_names(
+        "slots", slots, "a list of submodule names, each once, such as ['layer1']: named_modules() lists them")
+    check(isinstance(layouts, Mapping), "layouts", layouts, "layouts by the names of slots, such as {'fc': 'BD'}")
     for k in layouts: check(k in names, "layouts", k, f"names of slots: {', '.join(names)}")
     check(len(example) > 0, "example", example, "a batch that your network takes")
     _check_untouched(module, names)
@@ -394,6 +395,7 @@ class Explored(NamedTuple):
     activation: int # numbers in the largest output of a layer, for one example
     calls: "dict[str, Call]" # slot -> how its submodule is called
     types: dict[str, torch.dtype] # slot -> of its weights
+    shares: bool = False # the outputs of an example add up to 1, as behind a softmax
 
 def explore_host(
     config: ModuleHostConfig, # with its shape and classes
@@ -430,6 +432,7 @@ def _input_hint(module: nn.Module, config: ModuleHostConfig, error: Exception) -
     "Say what to do with a network that takes several inputs, or that looks tokens up and is given numbers."
     if isinstance(error, TypeError): return _keyword_hint(module) or _OTHER_NETWORKS
     looks_up = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in module.modules())
+    if config.reads == "BCHW" and (config.shape or ())[1:] == (1, 1): return "; rows of numbers are reads='BC'"
     if config.reads == "BL" or not looks_up or "indices" not in str(error): return ""
     return f"; it looks tokens up: {LABELLED_TOKENS}"
 
@@ -458,7 +461,8 @@ def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Ex
     if hidden and not form.whole:
         form = form._replace(whole=True, why=f"slot {hidden[0]} lies in a layer that runs lane by lane", alone={})
     calls, types = {k: s.call for k, s in seen.items()}, {k: s.dtype for k, s in seen.items()}
-    return Explored(form, places, largest, calls, types)
+    shares = y.shape[-1] > 1 and bool((y >= 0).all()) and bool(((y.sum(-1) - 1).abs() < 1e-4).all())
+    return Explored(form, places, largest, calls, types, shares)
 
 def _picked(config: ModuleHostConfig, y: Any, expected: tuple) -> Tensor: # y: what the network returns
     "Return the output that is trained; raise if it is not named or not there."
