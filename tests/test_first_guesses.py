@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from functools import partial
 from types import MappingProxyType
 
@@ -18,11 +19,13 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from esper_nb import (
-    Dashboard, EnvConfig, FitConfig, GerminationRule, Governor, GrowEnv, GrowVecEnv, Heuristic, LaneOptimizer, Learner,
-    LoopSource, ModuleHostConfig, PPOConfig, PolicyPlayer, Session, SplitVecEnv, Stepper, as_controller, attach_slots,
-    begin_fit, begin_run, compare_controllers, create_model, evaluate, explore_host, export_model, fit, fit_run,
-    get_recipe, new_population, open_fit, read_rows, run_epoch, serve_optimizer, task_from_arrays, task_from_dataset,
-    task_from_folder, task_from_table, watch, write_report)
+    Dashboard, EnvConfig, EnvSource, FitConfig, GerminationRule, Governor, GrowEnv, GrowVecEnv, Heuristic,
+    LaneOptimizer, Learner, LoopSource, ModuleHostConfig, PPOConfig, PolicyPlayer, Recorder, Session, SplitVecEnv,
+    Stepper, as_controller, attach_slots, begin_fit, begin_run, compare_controllers, comparison_text, create_model,
+    evaluate, explore_host, export_model, find_alarms, find_metric, fit, fit_run, get_recipe, new_population, open_fit,
+    pick_rows, plot_compare, plot_incidents, plot_learning, plot_slots, read_rows, register_rule, run_epoch, seed_lives,
+    serve_optimizer, session_text, task_from_arrays, task_from_dataset, task_from_folder, task_from_table, watch,
+    write_report)
 from esper_nb.core import Range
 from esper_nb.grow import Rules
 from esper_nb.record import RunFolder
@@ -482,3 +485,45 @@ def test_a_network_that_takes_the_softmax_itself_is_refused_and_one_of_values_is
         new_population(task, FitConfig(lanes=1))
     with pytest.raises(ValueError, match="rows of numbers are reads='BC'"):
         task_from_arrays(ROWS, ANSWERS, name="rows", host=ModuleHostConfig(Scores, ["body"]))
+
+
+class Keeps:
+    "Is all that a recorder needs of a writer."
+    def write(self, rows): pass
+    def close(self): pass
+
+def recorded(**given): return Recorder(**given).close()
+def reported(path): return write_report(path)
+def followed(path): return watch(path)
+def begun(**given):
+    pop = new_population("digits", FitConfig(lanes=2, epochs=1, workers=1))
+    return begin_fit(**dict(pop=pop, out=tempfile.mkdtemp()) | given)
+def recipe(settings): return get_recipe("digits", settings)
+def split(config): return SplitVecEnv(config, 2)
+
+@pytest.mark.parametrize("what, name, right", [
+    (find_alarms, "rows", set()), (plot_learning, "rows", set()), (seed_lives, "rows", set()),
+    (partial(plot_incidents, []), "ax", {"None"}), (partial(plot_slots, []), "ax", {"None"}),
+    (find_metric, "name", {"text"}),
+    (recorded, "writers", set()), (recorded, "keep", {"None"}), (recorded, "queue_size", set()),
+    (recorded, "metrics", {"dict"}), (recorded, "clock", {"None", "module"}), (reported, "path", {"text"}),
+    (followed, "path", {"text"}), (begun, "pop", set()), (begun, "faults", set()), (begun, "log", set()),
+    (begun, "controller", {"None"}), (recipe, "settings", {"None"}), (split, "config", set()),
+    (comparison_text, "c", set()), (plot_compare, "scores", {"dict"}), (register_rule, "row", set()),
+    (PolicyPlayer, "learner", set()), (EnvSource, "learner", set()), (session_text, "session", set())],
+    ids=lambda v: getattr(v, "__name__", None) or (v if isinstance(v, str) else ""))
+def test_what_is_recorded_shown_or_run_is_named_where_it_is_of_another_kind(what, name, right, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for k, odd in ODD.items():
+        if k in right: continue
+        with pytest.raises(ValueError, match=r"(?s).*expected"): what(**{name: odd})
+    assert not any(tmp_path.iterdir())
+
+
+def test_rows_of_a_folder_that_is_named_and_of_an_iterator_are_told_apart(tmp_path):
+    rows = [dict(kind="epoch", lane=i, epoch=0) for i in range(2)]
+    assert pick_rows(iter(rows), "epoch", lane=1) == rows[1:] and pick_rows([], "epoch") == []
+    with pytest.raises(ValueError, match="rows='runs/digits', expected rows of a run, such as read_rows"):
+        pick_rows("runs/digits", "epoch")
+    with pytest.raises(ValueError, match="out='', expected a folder"): begun(out="")
+    recorded(writers=[Keeps()], keep=np.int64(3), queue_size=0)

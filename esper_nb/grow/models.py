@@ -314,8 +314,8 @@ class Growing(nn.Module):
         if slots is None: return None
         good = isinstance(slots, Iterable) and not isinstance(slots, str)
         names = list(slots) if good else [] # type: ignore[call-overload]  # checked
-        known = f"a list of some of {', '.join(self.names)}"
-        check(good and all(k in self.names for k in names), "slots", slots, known)
+        check(good, "slots", slots, f"a list of some of {', '.join(self.names)}")
+        for k in names: self.slot(k)
         return names
 
     def _tell_of_unrun(self, slot: str, why: str):

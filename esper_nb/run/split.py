@@ -64,6 +64,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
         data: Data | None = None, # sent to every shard; None: each loads the task's own
         tolerance: FaultTolerance = FaultTolerance(),
     ):
+        check(isinstance(config, EnvConfig), "config", config, "settings, such as EnvConfig(task='digits', num_envs=4)")
         check_engine(engine)
         self.config, self.num_envs, self.tolerance = config, config.num_envs, tolerance
         self.mode = AutoresetMode(config.autoreset_mode)

@@ -75,9 +75,10 @@ from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes 
     task_from_text as task_from_text, task_from_path as task_from_path, task_at as task_at, task_words as task_words,
     check_lane_memory as check_lane_memory, create_model as create_model)
 from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
-    StepState as StepState, check_disturb as check_disturb, run_epoch as run_epoch, fit as fit, sum_up as sum_up,
-    GroupTraining as GroupTraining, train_group as train_group, may_defer as may_defer, group_epoch as group_epoch,
-    odd_lanes as odd_lanes, train_apart as train_apart)
+    StepState as StepState, check_disturb as check_disturb, run_epoch as run_epoch,
+    check_controller as check_controller, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
+    train_group as train_group, may_defer as may_defer, group_epoch as group_epoch, odd_lanes as odd_lanes,
+    train_apart as train_apart)
 from .yardsticks import (ROWS as ROWS, WIDE as WIDE, TOKENS as TOKENS, GRAM as GRAM, TELLING as TELLING,
     SimpleScore as SimpleScore, yardsticks as yardsticks, yardstick_lines as yardstick_lines,
     telling_column as telling_column, telling_text as telling_text)
