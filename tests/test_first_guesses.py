@@ -508,7 +508,7 @@ def split(config): return SplitVecEnv(config, 2)
     (recorded, "writers", set()), (recorded, "keep", {"None"}), (recorded, "queue_size", set()),
     (recorded, "metrics", {"dict"}), (recorded, "clock", {"None", "module"}), (reported, "path", {"text"}),
     (followed, "path", {"text"}), (begun, "pop", set()), (begun, "faults", set()), (begun, "log", set()),
-    (begun, "controller", {"None"}), (recipe, "settings", {"None"}), (split, "config", set()),
+    (begun, "controller", {"None"}), (recipe, "settings", {"None", "dict"}), (split, "config", set()),
     (comparison_text, "c", set()), (plot_compare, "scores", {"dict"}), (register_rule, "row", set()),
     (PolicyPlayer, "learner", set()), (EnvSource, "learner", set()), (session_text, "session", set())],
     ids=lambda v: getattr(v, "__name__", None) or (v if isinstance(v, str) else ""))
