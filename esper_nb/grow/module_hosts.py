@@ -156,7 +156,8 @@ def _without_graphs(module: nn.Module) -> Iterator[None]:
 class _SlotHook:
     "Passes a submodule's output through a slot; `loop` runs the network lane by lane, and gives the current lane."
     def __init__(self, slot: Slot, layout: str, network: nn.Module, loop: PerLane | None):
-        self.slot, self.layout, self.network, self.loop = slot, layout, network, loop
+        self.slot, self.layout = slot, layout
+        self.network, self.loop = network, loop
         self.around: int | None = None # the id of the `DistributedDataParallel` that was seen to have the slot, too
         self.ran = _Ran()
 
