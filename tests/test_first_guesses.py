@@ -1,11 +1,15 @@
 "What a newcomer tries first works, or the error names the next step."
 import copy
 import inspect
+import math
 import pickle
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
+from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
@@ -15,12 +19,15 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from esper_nb import (
-    Dashboard, EnvConfig, FitConfig, Governor, GrowEnv, GrowVecEnv, Heuristic, Learner, LoopSource, ModuleHostConfig,
-    PPOConfig, PolicyPlayer, Session, SplitVecEnv, as_controller, attach_slots, begin_fit, begin_run,
-    compare_controllers, create_model, evaluate, explore_host, export_model, fit, fit_run, get_recipe, new_population,
-    open_fit, read_rows, run_epoch, task_from_arrays, task_from_dataset, task_from_folder, task_from_table, watch,
+    Dashboard, EnvConfig, EnvSource, FitConfig, GerminationRule, Governor, GrowEnv, GrowVecEnv, Heuristic,
+    LaneOptimizer, Learner, LoopSource, ModuleHostConfig, PPOConfig, PolicyPlayer, Recorder, Session, SplitVecEnv,
+    Stepper, as_controller, attach_slots, begin_fit, begin_run, compare_controllers, comparison_text, create_model,
+    evaluate, explore_host, export_model, find_alarms, find_metric, fit, fit_run, get_recipe, new_population, open_fit,
+    pick_rows, plot_compare, plot_incidents, plot_learning, plot_slots, read_rows, register_rule, run_epoch, seed_lives,
+    serve_optimizer, session_text, task_from_arrays, task_from_dataset, task_from_folder, task_from_table, watch,
     write_report)
 from esper_nb.core import Range
+from esper_nb.grow import Rules
 from esper_nb.record import RunFolder
 from esper_nb.run import RandomPlayer, growth_rule, main, run_status
 
@@ -405,3 +412,118 @@ def test_a_governor_says_what_it_takes_batches_from_and_that_no_step_has_returne
         with pytest.raises(ValueError, match=f"loader={wrong}, expected what yields batches"): governor.batches(wrong)
     for _ in range(3): governor.run(lambda x: None, torch.ones(1, 4))
     assert "each has returned no loss" in governor.explain().why
+
+
+ODD = {"-1": -1, "None": None, "nan": math.nan, "text": "wrong", "list": list(range(99)), "tensor": torch.ones(3),
+       "module": torch.nn.Linear(2, 2), "dict": dict(a=1), "object": object()}
+ROWS, ANSWERS = np.random.default_rng(0).normal(size=(60, 4)), np.arange(60) % 2
+
+def small_model():
+    model = create_model("digits", ["r0c0", "r0c1"], num_lanes=2)
+    model.germinate("r0c1", "norm", tempo=1)
+    return model
+
+def set_within(share): small_model().within = share
+def attached(module=None, slots=("0",), layouts=MappingProxyType({}), blueprints=None, rules=Rules()):
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU()) if module is None else module
+    return attach_slots(net, slots, torch.rand(2, 1, 8, 8), layouts=layouts, blueprints=blueprints, rules=rules)
+def grows(slot="r0c0", **settings): return small_model().germinate(slot, "norm", **settings)
+def made(**settings): return GrowVecEnv(task="digits_impaired", num_envs=2, limit=64, **settings)
+def table(path, **settings):
+    (path/"a table ü.csv").write_text("width,kind" + "".join(f"\n{i},{'ab'[i % 2]}" for i in range(20)))
+    return task_from_table(path/"a table ü.csv", **settings)
+def folder(path, **settings):
+    for i in range(12):
+        (path/"ab"[i % 2]).mkdir(exist_ok=True)
+        Image.fromarray(np.full((8, 8), 20 * i, "uint8")).save(path/"ab"[i % 2]/f"{i}.png")
+    return task_from_folder(path, **settings)
+def trained(**given): return list(fit(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), **given))
+def epoch(**given): return run_epoch(new_population("digits", FitConfig(lanes=2, epochs=1, workers=1)), **given)
+def rates(lr): return LaneOptimizer(small_model().owners()["host"], 2, lr=lr)
+def optimized(params): return LaneOptimizer(params, 2)
+def stepped(owners): return Stepper(owners)
+def served(**given): return serve_optimizer(**dict(model=small_model(), optimizer=None) | given)
+def loaded(state): return GrowEnv(task="digits_impaired", limit=64).load_state_dict(state)
+def measured(accuracy): return small_model().record_accuracy(accuracy)
+def learner(**given): return Learner(made(), **given)
+def switched(slots):
+    with small_model().disable_seeds(slots): pass
+
+@pytest.mark.parametrize("what, name, right", [
+    (attached, "module", {"module", "None"}), (attached, "slots", {"list"}), (attached, "layouts", set()),
+    (attached, "blueprints", {"None"}), (attached, "rules", set()), (grows, "goal", set()), (grows, "steepness", set()),
+    (grows, "lanes", {"None"}), (set_within, "share", {"module"}), (measured, "accuracy", {"-1", "None", "nan"}),
+    (switched, "slots", {"None"}), (served, "model", set()), (served, "optimizer", set()), (made, "data", {"None"}),
+    (made, "disturb", {"None"}), (trained, "disturb", {"None"}), (trained, "epochs", {"None"}),
+    (epoch, "active", {"None"}), (rates, "lr", set()), (optimized, "params", set()), (stepped, "owners", set()),
+    (loaded, "state", set()), (learner, "config", set()), (learner, "policy", set()),
+    (Heuristic, "config", set()), (GerminationRule, "choose", {"module"}),
+    (table, "columns", {"None"}), (table, "groups", {"None"}), (table, "name", {"text"}), (folder, "pad", set()),
+    (folder, "flip", set()), (folder, "size", {"None"}),
+    (partial(task_from_arrays, ROWS), "y", set()), (partial(task_from_arrays, ROWS, ANSWERS), "name", {"text"})],
+    ids=lambda v: getattr(v, "__name__", None) or (v if isinstance(v, str) else ""))
+def test_a_value_of_another_kind_is_named_with_what_is_expected(what, name, right, tmp_path):
+    files = (tmp_path,) if what in (table, folder) else ()
+    for k, odd in ODD.items():
+        if k in right: continue
+        with pytest.raises(ValueError, match=r"(?s).*expected"): what(*files, **{name: odd})
+
+
+def test_a_network_that_takes_the_softmax_itself_is_refused_and_one_of_values_is_not():
+    class Shares(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
+        def forward(self, x): return self.head(self.body(x).relu()).softmax(-1)
+    class Scores(Shares):
+        def forward(self, x): return self.head(self.body(x).relu()).log_softmax(-1)
+    def host(net): return ModuleHostConfig(net, ["body"], reads="BC")
+    with pytest.raises(ValueError, match="'shares of 1', expected scores of any size: the loss takes their softmax"):
+        new_population(task_from_arrays(ROWS, ANSWERS, name="shares", host=host(Shares)), FitConfig(lanes=1))
+    for net, y, target in ((Scores, ANSWERS, "classes"), (Shares, np.abs(ROWS[:, :2]), "values")):
+        task = task_from_arrays(ROWS, y, name="scores", target=target, host=host(net))
+        new_population(task, FitConfig(lanes=1))
+    with pytest.raises(ValueError, match="rows of numbers are reads='BC'"):
+        task_from_arrays(ROWS, ANSWERS, name="rows", host=ModuleHostConfig(Scores, ["body"]))
+
+
+class Keeps:
+    "Is all that a recorder needs of a writer."
+    def write(self, rows): pass
+    def close(self): pass
+
+def recorded(**given): return Recorder(**given).close()
+def reported(path): return write_report(path)
+def followed(path): return watch(path)
+def begun(**given):
+    pop = new_population("digits", FitConfig(lanes=2, epochs=1, workers=1))
+    return begin_fit(**dict(pop=pop, out=tempfile.mkdtemp()) | given)
+def recipe(settings): return get_recipe("digits", settings)
+def split(config): return SplitVecEnv(config, 2)
+
+@pytest.mark.parametrize("what, name, right", [
+    (find_alarms, "rows", set()), (plot_learning, "rows", set()), (seed_lives, "rows", set()),
+    (partial(plot_incidents, []), "ax", {"None"}), (partial(plot_slots, []), "ax", {"None"}),
+    (find_metric, "name", {"text"}),
+    (recorded, "writers", set()), (recorded, "keep", {"None"}), (recorded, "queue_size", set()),
+    (recorded, "metrics", {"dict"}), (recorded, "clock", {"None", "module"}), (reported, "path", {"text"}),
+    (followed, "path", {"text"}), (begun, "pop", set()), (begun, "faults", set()), (begun, "log", set()),
+    (begun, "controller", {"None"}), (recipe, "settings", {"None", "dict"}), (split, "config", set()),
+    (comparison_text, "c", set()), (plot_compare, "scores", {"dict"}), (register_rule, "row", set()),
+    (PolicyPlayer, "learner", set()), (EnvSource, "learner", set()), (session_text, "session", set())],
+    ids=lambda v: getattr(v, "__name__", None) or (v if isinstance(v, str) else ""))
+def test_what_is_recorded_shown_or_run_is_named_where_it_is_of_another_kind(what, name, right, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for k, odd in ODD.items():
+        if k in right: continue
+        with pytest.raises(ValueError, match=r"(?s).*expected"): what(**{name: odd})
+    assert not any(tmp_path.iterdir())
+
+
+def test_rows_of_a_folder_that_is_named_and_of_an_iterator_are_told_apart(tmp_path):
+    rows = [dict(kind="epoch", lane=i, epoch=0) for i in range(2)]
+    assert pick_rows(iter(rows), "epoch", lane=1) == rows[1:] and pick_rows([], "epoch") == []
+    with pytest.raises(ValueError, match="rows='runs/digits', expected rows of a run, such as read_rows"):
+        pick_rows("runs/digits", "epoch")
+    with pytest.raises(ValueError, match="out='', expected a folder"): begun(out="")
+    recorded(writers=[Keeps()], keep=np.int64(3), queue_size=0)

@@ -1,4 +1,5 @@
 "Growing models: lanes against separate models, exactness, checkpoints, factorial evaluation, owners, and random lives."
+import copy
 import math
 
 import pytest
@@ -192,6 +193,31 @@ def test_a_grown_model_loads_strictly_into_a_fresh_one_and_goes_on(kind, tmp_pat
         if step == 5:
             for m in (a, b): m.germinate(m.names[0], m.slot(m.names[0]).blueprints[1], [2, 3])
     assert all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values()))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("attached", [True, False], ids=["own network", "host"])
+def test_seeds_of_other_blueprints_are_refused_before_anything_is_loaded(attached, strict):
+    def made(blueprints, seed):
+        torch.manual_seed(seed)
+        if not attached: return new("cnn", 2, seed, slots=["r0c0", "r0c1"], blueprints=blueprints)
+        net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3))
+        return attach_slots(net, ["0", "1"], torch.rand(2, 1, 8, 8), blueprints=blueprints)
+    one = made(["conv_light", "norm"], 0)
+    place = one.names[1]
+    one.germinate(place, "conv_light", tempo=0)
+    for _ in range(3): one.advance(place, force=True)
+    for other in (["conv_light", "depthwise", "norm"], ["conv_light"], ["bottleneck", "depthwise"]):
+        two = made(other, 1)
+        before = copy.deepcopy(two.state_dict())
+        with pytest.raises(RuntimeError, match=f"slot {place}: saved are seeds of the blueprints conv_light, norm"):
+            two.load_state_dict(one.state_dict(), strict=strict)
+        assert all(torch.equal(t, before[k]) for k, t in two.state_dict().items())
+    same = made(["norm", "conv_light"], 1) # in another order
+    same.load_state_dict(one.state_dict(), strict=strict)
+    assert [s.stage for s in same.slot(place).states()] == [s.stage for s in one.slot(place).states()]
+    x = torch.rand(2, 1 if attached else 2, 8, 8)
+    assert torch.equal(same.eval()(x), one.eval()(x))
 
 
 def test_a_snapshot_brings_back_every_seed_by_lane():

@@ -455,6 +455,29 @@ def test_slots_and_examples_that_do_not_fit_are_named(slots, example, words):
     with pytest.raises(ValueError, match=words): attach_slots(net, slots, example, layouts={"0": "BD"})
     assert not vars(net[0])["_forward_hooks"]
 
+
+class ByName(nn.Module):
+    "Takes its inputs by name alone."
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 8), nn.Linear(8, 10)
+    def forward(self, *, table, scale=1.): return self.head(self.body(table * scale).relu())
+
+class ByPlace(nn.Module):
+    "Does what the refusal of `ByName` says."
+    def __init__(self):
+        super().__init__()
+        self.net = ByName()
+    def forward(self, table): return self.net(table=table)
+
+def test_a_network_that_takes_its_inputs_by_name_is_told_how_to_be_used():
+    x, words = torch.rand(2, 64), r"takes table by name alone.*forward\(self, table\) returns self.net\(table=table\)"
+    with pytest.raises(ValueError, match=words): attach_slots(ByName(), ["body"], x, layouts=dict(body="BD"))
+    host = ModuleHostConfig(ByName, ["body"], (64, 1, 1), 10, "BC")
+    with pytest.raises(ValueError, match=words): explore_host(host)
+    assert attach_slots(ByPlace(), ["net.body"], x, layouts={"net.body": "BD"})(x).shape == (2, 10)
+    assert explore_host(host.replace(factory=ByPlace, slots=["net.body"])).places["net.body"].channels == 8
+
 @pytest.mark.parametrize("example", [torch.ones(8), torch.ones(2, 3, 4, 5, 8)], ids=["unbatched", "volumes"])
 def test_features_that_no_layout_fits_ask_for_another_layer(example):
     with pytest.raises(ValueError, match="output of 0=.*expected .* or \\(B, D\\).*name a layer with such an output"):
@@ -760,12 +783,16 @@ class Writing(nn.Module):
         if self.how == "relu": h = F.relu(h, inplace=True)
         elif self.how == "dropout": h = F.dropout(h, .3, self.training, inplace=True) # writes in training alone
         elif self.how == "add": h += x
+        elif self.how == "noise":
+            if self.training: h += torch.rand_like(h)
+        elif self.how == "sometimes":
+            if h[0, 0, 0, 0] > 0: h *= 2
         else: h[:, :, 0] = 0
         return self.head(self.mid(h).relu().mean((2, 3)))
 
 @pytest.mark.parametrize("lanes", [[0, 1, 2], [1]], ids=["all lanes", "some lanes"])
 @pytest.mark.parametrize("side", [True, False], ids=["side by side", "lane by lane"])
-@pytest.mark.parametrize("how", ["relu", "dropout", "add", "index"])
+@pytest.mark.parametrize("how", ["relu", "dropout", "add", "index", "noise", "sometimes"])
 def test_a_forward_that_works_in_place_changes_no_loss_and_no_signal(how, side, lanes):
     plain_blueprint("ends_in_tanh", "BCHW")(lambda c: nn.Sequential(nn.Conv2d(c, c, 3, padding=1), nn.Tanh()))
     def trained(inplace):

@@ -126,6 +126,13 @@ def test_an_installed_package_is_found_by_the_names_it_brings(tmp_path):
     assert lost.returncode == 2 and "no installed package offers it" in lost.stderr and "Traceback" not in lost.stderr
 
 
+@pytest.mark.parametrize("plugin", ["", ".", "..", "/tmp", "my_folder/", "my-tasks", "tasks.", "esper_nb.plugins:"])
+def test_what_is_no_plugin_is_refused_with_what_is_one(plugin, capsys):
+    with pytest.raises(ValueError, match=f"plugin='{plugin}', expected a file such as my_task.py"): load_plugin(plugin)
+    assert main(["tasks", "--import", plugin]) == 2
+    assert f"plugin='{plugin}', expected a file" in capsys.readouterr().err
+
+
 def test_a_broken_package_breaks_no_command(tmp_path, monkeypatch, capsys):
     info = tmp_path/"site"/"garden_of_seeds-1.0.dist-info" # what pip leaves of an installed package
     info.mkdir(parents=True)

@@ -119,6 +119,17 @@ def test_methods_answer_for_each_lane():
 
 
 @PAIRS
+def test_lanes_that_are_none_are_named(own, dummy):
+    ours, theirs = own(), dummy()
+    for last in (-1, np.int64(2), [np.int64(-1)]): assert ours.env_is_wrapped(Monitor, last) == [False]
+    for envs in (ours, theirs): envs.set_attr("note", 5, indices=[-1])
+    assert ours.get_attr("note", indices=[2]) == theirs.get_attr("note", indices=[2]) == [5]
+    for wrong in ([5], -4, "0", 1.5, [True], [None], np.array([.5])):
+        for ask in (ours.get_attr, ours.env_method, lambda name, indices: ours.set_attr("note", 6, indices=indices)):
+            with pytest.raises(ValueError, match="indices=.*expected numbers from 0 to 2"): ask("none", indices=wrong)
+    assert ours.get_attr("note", indices=[2]) == [5]
+
+@PAIRS
 def test_pictures(own, dummy):
     ours, theirs = own("rgb_array"), dummy("rgb_array")
     ours.reset(), theirs.reset()

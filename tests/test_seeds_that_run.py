@@ -204,6 +204,30 @@ def _trained_on_a_rank(rank, world, tell):
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     tell(dict(weights=weights, alpha=model.slot("1").state(0).alpha, moved=bool((seed != before).any()), told=told))
 
+@needs_gloo
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_in_shards_grows_no_seed_in_silence(tmp_path):
+    for told in fork_ranks(_sharded_on_a_rank, 2, tmp_path):
+        for k, said in told.items(): assert "fully_shard has" in said and "DistributedDataParallel(model" in said, k
+
+def _sharded_on_a_rank(rank, world, tell):
+    from torch.distributed.fsdp import fully_shard
+    told = {}
+    def attempt(k, do):
+        told[k] = ""
+        try: do()
+        except RuntimeError as e: told[k] = str(e)
+    for k, part in dict(network=lambda m: m.host, layer=lambda m: m.host[0], model=lambda m: m).items():
+        empty = attach_slots(network(), ["1"], X, blueprints=["mlp_small"], layouts={"1": "BD"})
+        fully_shard(part(empty))
+        empty(X) # nothing grows: nothing is lost
+        attempt(f"{k}, then a seed", lambda: empty.germinate("1", "mlp_small"))
+        assert empty.slot("1").state(0).stage.name == "DORMANT"
+    planted = grown(network(), alpha=False)
+    fully_shard(planted.host)
+    attempt("a seed, then shards", lambda: planted.host(X)) # the network itself, which runs its hooks
+    tell(told)
+
 
 # ---- weights that a hook computes
 

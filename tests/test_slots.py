@@ -4,6 +4,7 @@ import io
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -281,3 +282,14 @@ FIELDS = dict(
 def test_records_are_rows(s):
     row = torch.tensor(encode_seed(s))
     assert len(row) == len(COLUMNS) and decode_seed(row.tolist()) == s
+
+
+@pytest.mark.parametrize("wrong", [True, [True, False], np.array([True, False]), "1", [.6], 1.5, -1, 2, [0, 0],
+                                   torch.tensor([True, False]), torch.tensor(2), torch.tensor([.4])], ids=repr)
+def test_lanes_that_are_no_lane_numbers_change_nothing(wrong):
+    slot = Slot("here", "cnn", 4, 2)
+    with pytest.raises(ValueError, match="lanes=.*expected different lane numbers from 0 to 1, or None for all"):
+        slot.germinate("norm", wrong)
+    assert {s.stage for s in slot.states()} == {Stage.DORMANT}
+    for right in (np.int64(1), torch.tensor([0])): slot.germinate("norm", right)
+    assert {s.stage for s in slot.states()} == {Stage.GERMINATED}

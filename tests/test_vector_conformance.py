@@ -4,7 +4,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode
 
-from esper_nb.control import GrowVecEnv
+from esper_nb.control import GrowEnv, GrowVecEnv
 from esper_nb.grow import CNNConfig
 from esper_nb.train import ImageData, Task
 
@@ -63,3 +63,13 @@ def test_reset_masks_of_another_kind_are_errors():
     envs.reset(seed=0)
     for bad in ([True] * 3, np.ones(4, bool), np.ones(3, int), np.zeros(3, bool)):
         with pytest.raises((TypeError, ValueError)): envs.reset(options={"reset_mask": bad})
+
+
+def test_options_that_are_no_dictionary_are_refused():
+    one = GrowEnv(data=tiny_data(), **SMALL)
+    for env in (one, grow("Disabled")):
+        for wrong in (3, [], "fresh", True, {"fresh"}):
+            with pytest.raises(ValueError, match="options=.*expected a dictionary, such as {'fresh'"):
+                env.reset(options=wrong)
+    with pytest.raises(RuntimeError, match="reset"): one.step([0] * 8) # nothing has begun
+    one.reset(seed=0, options={})

@@ -13,7 +13,7 @@ from .envs import (Data as Data, EnvConfig as EnvConfig, GrowVecEnv as GrowVecEn
     GrowEnv as GrowEnv)
 from .episodes import (clone_all as clone_all, DevicePart as DevicePart, EnvStep as EnvStep,
     merge_lanes as merge_lanes, EpisodeSums as EpisodeSums, EpisodeSummary as EpisodeSummary, lane_info as lane_info,
-    part_finals as part_finals, read_reset_mask as read_reset_mask)
+    part_finals as part_finals, read_reset_options as read_reset_options, read_reset_mask as read_reset_mask)
 from .forecast import (PENALTIES as PENALTIES, LEAST_ERROR as LEAST_ERROR, SURE as SURE, look_columns as look_columns,
     read_look as read_look, fit_ridge as fit_ridge, Forecast as Forecast, lane_looks as lane_looks,
     SeedForecast as SeedForecast, play_seeds as play_seeds, ColumnCut as ColumnCut, best_threshold as best_threshold,

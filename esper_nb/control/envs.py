@@ -11,7 +11,7 @@ import copy
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -30,12 +30,12 @@ from ..core import (
 from ..guard import GovernorConfig, Report
 from ..grow import Gates, Growing, Rules, Stage
 from ..train import (
-    TASK_FAMILIES, Disturb, EvalResult, FamilyData, Fault, FitConfig, ImageData, Task, TextData, get_task,
-    new_population, same_source)
+    TASK_FAMILIES, Disturb, EvalResult, FamilyData, Fault, FitConfig, ImageData, Task, TextData, check_data,
+    check_disturb, get_task, new_population, same_source)
 from .actions import GrowthActions, Repertoire, choice_of, in_stage, read_actions, read_slots
-from esper_nb.control.episodes import (
+from .episodes import (
     DevicePart, EnvStep, EpisodeSummary, EpisodeSums, clone_all, lane_info, merge_lanes, part_finals,
-    read_reset_mask)
+    read_reset_mask, read_reset_options)
 from .observations import (
     OBSERVATIONS, LaneHistory, LaneLook, Observer, draw_lane, feature_bounds, slot_looks)
 from .rewards import (
@@ -187,6 +187,8 @@ class GrowVecEnv(gym.vector.VectorEnv):
         check(config is None or isinstance(config, Config) and hasattr(config, "num_envs"), "config", config,
               "settings, such as EnvConfig(task='digits'), or a setting by its name: GrowVecEnv(task='digits')")
         c = EnvConfig.from_dict(settings) if config is None else config.replace(**settings)
+        check_disturb(disturb)
+        check_data(data)
         self.made_of, self.render_mode, self.disturb = (data, disturb, render_mode), render_mode, disturb
         task = c.task if isinstance(c.task, Task) else get_task(c.task)
         self.task = task if c.batch_size is None else task.replace(batch_size=c.batch_size)
@@ -232,7 +234,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         whole = lanes is None or bool(lanes.all())
         check(whole or not first, "options", options, "a reset of all lanes before one of some")
         lanes = torch.ones(n, dtype=torch.bool) if lanes is None else lanes
-        if options and options.get("fresh"): self.lanes = self.lanes.renew(lanes)
+        if read_reset_options(options).get("fresh"): self.lanes = self.lanes.renew(lanes)
         if first: given = [*first_seeds(given, self.config.seed)]
         seeded = lanes & torch.tensor([k is not None for k in given])
         old = self.seeds or [0] * n # not kept: the first seeds are for all
@@ -397,6 +399,8 @@ class GrowVecEnv(gym.vector.VectorEnv):
         ValueError
             If a setting that numbers depend on differs; the message shows both values of each.
         """
+        good = isinstance(state, Mapping) and isinstance(state.get("config"), Mapping)
+        check(good, "state", state, "what `state_dict` of such an environment returned")
         here = self.config.to_dict()
         saved = dict(state["config"])
         tasks = saved["task"], here["task"]
@@ -807,14 +811,22 @@ def _sb3_class() -> Any:
                 infos[i]["TimeLimit.truncated"] = bool(truncated[i] and not terminated[i])
             return copy.deepcopy(obs), np.array(reward, np.float32), terminated | truncated, infos
 
+        def _get_indices(self, indices): # list; from the last one with a minus, as in any list
+            known = f"numbers from 0 to {self.num_envs - 1}, one or a list of them, or None for all"
+            given = range(self.num_envs) if indices is None else indices
+            found = [*given] if isinstance(given, Iterable) else [given]
+            whole = all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in found)
+            check(whole and all(-self.num_envs <= i < self.num_envs for i in found), "indices", indices, known)
+            return [int(i) % self.num_envs for i in found]
+
         def env_method(self, method_name, *method_args, indices=None, **method_kwargs):
-            return self.homes.call(method_name, list(self._get_indices(indices)), *method_args, **method_kwargs)
+            return self.homes.call(method_name, self._get_indices(indices), *method_args, **method_kwargs)
         def has_attr(self, attr_name): return self.homes.has(attr_name)
-        def get_attr(self, attr_name, indices=None): return self.homes.get(attr_name, list(self._get_indices(indices)))
+        def get_attr(self, attr_name, indices=None): return self.homes.get(attr_name, self._get_indices(indices))
         def set_attr(self, attr_name, value, indices=None):
-            self.homes.set(attr_name, value, list(self._get_indices(indices)))
+            self.homes.set(attr_name, value, self._get_indices(indices))
         def env_is_wrapped(self, wrapper_class, indices=None):
-            return self.homes.are_wrapped(wrapper_class, list(self._get_indices(indices)))
+            return self.homes.are_wrapped(wrapper_class, self._get_indices(indices))
 
         def get_images(self):
             frames = self.envs.render() if self.render_mode == "rgb_array" else None
@@ -829,8 +841,8 @@ def lane_seeds(
     lanes: int,
 ) -> list[int | None]:
     "Return a seed for every lane, or None for a lane that continues."
-    if seed is None or isinstance(seed, int | np.integer): return [None if seed is None else int(seed)] * lanes
-    several = isinstance(seed, Sequence | np.ndarray)
+    if seed is None or isinstance(seed, int | np.integer): seed = [seed] * lanes
+    several = isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str)
     check(several, "seed", seed, f"a whole number, a list of {lanes}: one for each lane, or None")
     given = list(seed)
     check(len(given) == lanes, "seed", given, f"one number, or a list of {lanes}: one for each lane")
@@ -917,8 +929,7 @@ class GrowEnv(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None): # `fresh`: with fresh weights
         "Begin an episode: after a rollback from the restored state, otherwise from fresh weights."
         super().reset(seed=seed)
-        kept = {k: v for k, v in (options or {}).items() if k == "fresh"}
-        obs, info = self.vector.reset(seed=seed, options=kept)
+        obs, info = self.vector.reset(seed=seed, options=read_reset_options(options))
         return obs[0], one_lane_info(info)
 
     def step(self, action): # (K,) integers

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['clone_all', 'DevicePart', 'EnvStep', 'merge_lanes', 'EpisodeSums', 'EpisodeSummary', 'lane_info', 'part_finals',
-           'read_reset_mask']
+           'read_reset_options', 'read_reset_mask']
 
 # %% ../../nbs/control/47_episodes.ipynb #b65e0cc9
 from collections.abc import Callable, Mapping, Sequence
@@ -235,11 +235,20 @@ def _of_lanes(info: Mapping[str, Any], lanes: np.ndarray) -> dict[str, Any]: # l
         out[f"_{k}"] = there
     return out
 
+def read_reset_options(
+    options: Mapping[str, Any] | None, # of `reset`
+) -> dict[str, Any]: # without `reset_mask`; `fresh`: with fresh weights in any case
+    "Return what else `reset` is asked for."
+    good = options is None or isinstance(options, Mapping)
+    check(good, "options", options, "a dictionary, such as {'fresh': True}, or None")
+    return {k: v for k, v in (options or {}).items() if k != "reset_mask"}
+
 def read_reset_mask(
     options: Mapping[str, Any] | None, # of `reset`
     lanes: int,
 ) -> Tensor | None: # (n,) bool; None: all lanes
     "Return the lanes to reset."
+    read_reset_options(options)
     if not options or "reset_mask" not in options: return None
     mask = options["reset_mask"]
     ok = isinstance(mask, np.ndarray) and mask.shape == (lanes,) and mask.dtype == np.bool_

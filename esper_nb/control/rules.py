@@ -145,6 +145,7 @@ class Heuristic:
     True
     """
     def __init__(self, config: HeuristicConfig = HeuristicConfig()):
+        check(isinstance(config, HeuristicConfig), "config", config, "settings, such as HeuristicConfig(rest=3)")
         self.config = config
         self.memory: dict[int, HeuristicMemory] = {} # of each lane
 
@@ -249,6 +250,7 @@ class GerminationRule(Memoryless):
     ['r0c0', 'r0c1']
     """
     def __init__(self, choose: Callable[[View], Decision | None]): # returns a germination, or None
+        check(callable(choose), "choose", choose, "a function of a View that returns a Decision to germinate, or None")
         self.choose = choose
 
     def act(self, v: View) -> Decision:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Count', 'Whole', 'Positive', 'NonNegative', 'Multiple', 'PositiveOrInf', 'Share', 'PositiveShare', 'ShareBelow1',
-           'RandomSeed', 'check', 'check_count', 'printable', 'listed', 'one_of', 'Range', 'OneOf', 'check_type',
-           'Config', 'find_hint', 'read_setting', 'parse_settings', 'hint_to_json', 'hint_from_json',
+           'RandomSeed', 'check', 'check_count', 'check_names', 'printable', 'listed', 'one_of', 'Range', 'OneOf',
+           'check_type', 'Config', 'find_hint', 'read_setting', 'parse_settings', 'hint_to_json', 'hint_from_json',
            'changed_settings', 'option_text']
 
 # %% ../../nbs/core/00_config.ipynb #cd079288
@@ -44,6 +44,17 @@ def check_count(
     "Return a whole number of at least `least`, or raise; `True` and `2.0` are not whole numbers here."
     if isinstance(value, int) and not isinstance(value, bool) and value >= least: return value
     raise ValueError(f"{name}={value!r}, expected a whole number of at least {least}")
+
+def check_names(
+    name: str, # what is being checked
+    value: object, # what was given for it
+    expected: str, # the expectation and the fix
+) -> list[str]: # the names
+    "Return a list of names, each once and at least one, or raise; one text is no list."
+    found = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+    good = len(found) > 0 and all(isinstance(k, str) for k in found) and len(found) == len(set(found))
+    check(good, name, value, expected)
+    return found
 
 def printable(
     text: str, # from a file, of one line

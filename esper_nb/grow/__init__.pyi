@@ -1,6 +1,7 @@
 # What grow offers to other packages; written by `python scripts/notebooks.py door`
-from .blending import (Curve as Curve, progress as progress, RampMode as RampMode, Ramp as Ramp, spread as spread,
-    Blend as Blend, combine as combine, straight_through as straight_through, BlendGate as BlendGate)
+from .blending import (Steepness as Steepness, Curve as Curve, progress as progress, RampMode as RampMode,
+    Ramp as Ramp, spread as spread, Blend as Blend, combine as combine, straight_through as straight_through,
+    BlendGate as BlendGate)
 from .blueprints import (FAMILIES as FAMILIES, SEED_LAYOUTS as SEED_LAYOUTS, Blueprint as Blueprint,
     blueprint as blueprint, forget_blueprint as forget_blueprint, list_blueprints as list_blueprints,
     get_blueprint as get_blueprint, make_blueprint as make_blueprint, open_relu as open_relu, Residual as Residual,
@@ -23,10 +24,10 @@ from .lifecycle import (MOVES as MOVES, UPWARD as UPWARD, ACTIVE as ACTIVE, LIVE
     next_stage as next_stage, Gates as Gates, Rules as Rules, GateResult as GateResult, Event as Event,
     Reason as Reason, SeedState as SeedState, check_gate as check_gate, encode_seed as encode_seed,
     decode_seed as decode_seed, empty_table as empty_table)
-from .models import (MAX_BRANCHES as MAX_BRANCHES, DECISION_VERBS as DECISION_VERBS, Growing as Growing,
-    GrowingModel as GrowingModel, combinations_of as combinations_of, ParameterCounts as ParameterCounts,
-    Status as Status, Decision as Decision, DecisionResult as DecisionResult, apply_decision as apply_decision,
-    apply_decisions as apply_decisions)
+from .models import (MAX_BRANCHES as MAX_BRANCHES, DECISION_VERBS as DECISION_VERBS, refuse_shards as refuse_shards,
+    Growing as Growing, GrowingModel as GrowingModel, combinations_of as combinations_of,
+    ParameterCounts as ParameterCounts, Status as Status, Decision as Decision, DecisionResult as DecisionResult,
+    apply_decision as apply_decision, apply_decisions as apply_decisions)
 from .module_hosts import (LABELLED_TOKENS as LABELLED_TOKENS, HostConfig as HostConfig, READS as READS,
     LAYOUTS as LAYOUTS, FIRST_AXIS as FIRST_AXIS, LAST_AXIS as LAST_AXIS, AttachedModel as AttachedModel,
     attach_slots as attach_slots, ModuleHostConfig as ModuleHostConfig, PickOutput as PickOutput, Place as Place,

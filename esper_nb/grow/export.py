@@ -162,7 +162,8 @@ class _PlainSeed(Form):
         super().__init__()
         self.seed, self.layout = m.ordinary(), m.layout
 
-    def forward(self, x): return turned(self.seed, x, self.layout)
+    def forward(self, x): # a copy: the network may work in place on what the seed's backward needs
+        return turned(self.seed, x, self.layout).clone()
 
 # %% ../../nbs/grow/27_export.ipynb #d3a4a0f5
 class _Attention(Form):
@@ -252,7 +253,6 @@ class _Turned(Form):
 
     def forward(self, x):
         y = from_slot(self.form(to_slot(x, self.layout)), self.layout)
-        if self.call.written: y = y.clone() # what backward needs of it stays as it is
         return y.contiguous() if self.call.contiguous else y
 
 def _pair_up(net: nn.Module, k: str, form: Form, call: Call = Call(1, ())):
@@ -369,6 +369,8 @@ def serve_optimizer(
     >>> optimizer.step()
     >>> handle.remove()
     """
+    check(isinstance(model, Growing), "model", model, "a model with slots, such as attach_slots returns")
+    check(isinstance(optimizer, torch.optim.Optimizer), "optimizer", optimizer, "an optimizer of torch")
     has = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [owner for owner, params in model.owners().items() if not has.issuperset(map(id, params.values()))]
     expected = "an optimizer with all of the model: make it from model.parameters() after the slots are there"

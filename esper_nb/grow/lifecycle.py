@@ -19,8 +19,9 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import Config, Count, NonNegative, OneOf, Share, Whole, check, check_count
-from .blending import Blend, Curve, Ramp, RampMode
+from ..core import (
+    Config, Count, NonNegative, OneOf, PositiveShare, Range, Share, Whole, check, check_count, check_type)
+from .blending import Blend, Curve, Ramp, RampMode, Steepness
 
 # %% ../../nbs/grow/22_lifecycle.ipynb #bb492c57
 class Stage(IntEnum):
@@ -176,8 +177,8 @@ class SeedState(NamedTuple):
             why = "a fossil stays for ever" if self.stage == Stage.FOSSILIZED else \
                 "prune the seed first" if self.stage in LIVE else "it cools down"
             raise RuntimeError(f"the slot is not empty but {self.stage.name}; {why}")
-        check(0 < goal <= 1, "goal", goal, "a number above 0 and up to 1")
-        check(steepness >= .1, "steepness", steepness, "at least 0.1")
+        check_type("goal", goal, PositiveShare)
+        check_type("steepness", steepness, Steepness)
         new = SeedState(
             blueprint=blueprint, blend=Blend(blend), tempo=check_count("tempo", tempo, 0), goal=goal,
             curve=Curve(curve), steepness=steepness, germinations=self.germinations + 1, fresh=True,
@@ -209,7 +210,7 @@ class SeedState(NamedTuple):
     ) -> "SeedState":
         "Start a ramp of alpha to another value."
         self._check_steerable("set alpha")
-        check(0 < target <= 1, "target", target, "a number above 0 and up to 1; schedule_prune leads to 0")
+        check_type("target", target, Annotated[float, Range(0, 1, above=True, note="schedule_prune leads to 0")])
         ramp = self.ramp.retarget(target, steps, curve, steepness)
         s = self.enter(Stage.BLENDING, rules) if self.stage == Stage.HOLDING and target < 1 else self
         new_gate = blend == Blend.GATE and s.blend != Blend.GATE

@@ -13,6 +13,7 @@ __all__ = ['LABELLED_TOKENS', 'HostConfig', 'READS', 'LAYOUTS', 'FIRST_AXIS', 'L
 import copy
 import difflib
 import importlib
+import inspect
 import itertools
 import json
 import re
@@ -26,15 +27,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from ..core import (
-    ATOMS, Config, Count, LaneForm, LaneModule, PerLane, Ports, Whole, check, check_count, check_device, find_form,
-    layers_of, reset_lanes, seeded)
+    ATOMS, Config, Count, LaneForm, LaneModule, PerLane, Ports, Whole, check, check_count, check_device, check_names,
+    find_form, layers_of, reset_lanes, seeded)
 from .blueprints import list_blueprints, out_of_place
 from .hosts import CNNConfig, CNNHost, GPTConfig, GPTHost
 from .lifecycle import Event, Rules
-from .models import Growing
+from .models import Growing, refuse_shards
 from .slots import Lanes, Slot, as_lanes, evaluating
 
 # %% ../../nbs/grow/26_module_hosts.ipynb #129859a6
@@ -121,8 +121,7 @@ class AttachedModel(Growing):
 
     def _put_hooks_on(self):
         loop = self.host.loop if isinstance(self.host, LaneModule) else None
-        written = {k for k, call in self.calls.items() if call.written}
-        self.hooks = {k: _SlotHook(self.slot(k), self.layouts[k], loop, k in written) for k in self.names}
+        self.hooks = {k: _SlotHook(self.slot(k), self.layouts[k], self.inside, loop) for k in self.names}
         self.handles = [self.inside.get_submodule(k).register_forward_hook(h) for k, h in self.hooks.items()]
 
     def _writes(self) -> int: return sum(p._version for p in self.host.parameters()) # noqa: SLF001  # torch has no other name for it
@@ -156,9 +155,9 @@ def _without_graphs(module: nn.Module) -> Iterator[None]:
 
 class _SlotHook:
     "Passes a submodule's output through a slot; `loop` runs the network lane by lane, and gives the current lane."
-    def __init__(self, slot: Slot, layout: str, loop: PerLane | None, written: bool):
-        self.slot, self.layout, self.loop = slot, layout, loop
-        self.written = written # the network works in place on what it gets
+    def __init__(self, slot: Slot, layout: str, network: nn.Module, loop: PerLane | None):
+        self.slot, self.layout = slot, layout
+        self.network, self.loop = network, loop
         self.around: int | None = None # the id of the `DistributedDataParallel` that was seen to have the slot, too
         self.ran = _Ran()
 
@@ -168,11 +167,12 @@ class _SlotHook:
         h = to_slot(output, self.layout)
         if not self.slot.idle: self._check_same_home(h)
         out = from_slot(self.slot(h) if self.loop is None else self.slot.play_lane(h, self.loop.turn), self.layout)
-        if self.written and not self.slot.idle: out = out.clone() # what the slot and its seed keep stays as it is
+        if not self.slot.idle and torch.is_grad_enabled(): out = out.clone() # what is kept for backward stays as it is
         return out.contiguous() if output.is_contiguous() else out # a `view` of the features works as before
 
     def _check_shared(self):
-        "Raise a `RuntimeError` in `DistributedDataParallel` of a network without its slots: ranks would drift apart."
+        "Raise a `RuntimeError` if ranks share the gradients of the network, but not of its slots: these would drift."
+        if not self.slot.idle: refuse_shards(self.network)
         around = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) # torch has no other name
         if around is None or id(around) == self.around: return
         if not any(m is self.slot for m in around.module.modules()):
@@ -225,9 +225,10 @@ def attach_slots(
     >>> torch.equal(model(x), net(x))
     True
     """
-    names = list(slots) if isinstance(slots, Iterable) and not isinstance(slots, str) else []
-    good = len(names) > 0 and all(isinstance(k, str) for k in names) and len(names) == len(set(names))
-    check(good, "slots", slots, "a list of submodule names, each once, such as ['layer1']: named_modules() lists them")
+    check(isinstance(module, nn.Module), "module", module, "your network, a module of torch")
+    names = check_names(
+        "slots", slots, "a list of submodule names, each once, such as ['layer1']: named_modules() lists them")
+    check(isinstance(layouts, Mapping), "layouts", layouts, "layouts by the names of slots, such as {'fc': 'BD'}")
     for k in layouts: check(k in names, "layouts", k, f"names of slots: {', '.join(names)}")
     check(len(example) > 0, "example", example, "a batch that your network takes")
     _check_untouched(module, names)
@@ -395,6 +396,7 @@ class Explored(NamedTuple):
     activation: int # numbers in the largest output of a layer, for one example
     calls: "dict[str, Call]" # slot -> how its submodule is called
     types: dict[str, torch.dtype] # slot -> of its weights
+    shares: bool = False # the outputs of an example add up to 1, as behind a softmax
 
 def explore_host(
     config: ModuleHostConfig, # with its shape and classes
@@ -429,8 +431,9 @@ _OTHER_NETWORKS = "; a network with other inputs or outputs grows in a loop of y
 
 def _input_hint(module: nn.Module, config: ModuleHostConfig, error: Exception) -> str:
     "Say what to do with a network that takes several inputs, or that looks tokens up and is given numbers."
-    if isinstance(error, TypeError): return _OTHER_NETWORKS
+    if isinstance(error, TypeError): return _keyword_hint(module) or _OTHER_NETWORKS
     looks_up = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in module.modules())
+    if config.reads == "BCHW" and (config.shape or ())[1:] == (1, 1): return "; rows of numbers are reads='BC'"
     if config.reads == "BL" or not looks_up or "indices" not in str(error): return ""
     return f"; it looks tokens up: {LABELLED_TOKENS}"
 
@@ -459,7 +462,8 @@ def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Ex
     if hidden and not form.whole:
         form = form._replace(whole=True, why=f"slot {hidden[0]} lies in a layer that runs lane by lane", alone={})
     calls, types = {k: s.call for k, s in seen.items()}, {k: s.dtype for k, s in seen.items()}
-    return Explored(form, places, largest, calls, types)
+    shares = y.shape[-1] > 1 and bool((y >= 0).all()) and bool(((y.sum(-1) - 1).abs() < 1e-4).all())
+    return Explored(form, places, largest, calls, types, shares)
 
 def _picked(config: ModuleHostConfig, y: Any, expected: tuple) -> Tensor: # y: what the network returns
     "Return the output that is trained; raise if it is not named or not there."
@@ -695,7 +699,6 @@ class Call(NamedTuple):
     positions: int # arguments by position
     names: tuple[str, ...] # of the others
     contiguous: bool = False
-    written: bool = False # the network works in place on it
 
 class FeatureSeen(NamedTuple):
     "The output of a submodule in a forward pass."
@@ -703,13 +706,6 @@ class FeatureSeen(NamedTuple):
     layer: nn.Module | None # the last one with a width that ran before
     call: Call
     dtype: torch.dtype # of weights behind it
-
-class _DropoutWatch(TorchFunctionMode):
-    "Notes a dropout in place, which writes in training alone."
-    seen = False
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen |= "dropout" in getattr(func, "__name__", "") and bool((kwargs or {}).get("inplace"))
-        return func(*args, **(kwargs or {}))
 
 def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Tensor]) -> dict[str, FeatureSeen]:
     "Return the outputs of some submodules for an example batch, in the order in which they run."
@@ -722,7 +718,6 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
         check(k in known, "slot", k, "the name of a submodule" + hint)
         check_owner(module, k)
     seen: dict[str, FeatureSeen] = {}
-    writes: dict[str, int] = {} # into an output, at the time
     ran: list[nn.Module] = []
 
     def noting(k):
@@ -734,7 +729,6 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
             check(k not in seen, "slot", k, "a submodule that runs once in a forward pass")
             call = Call(len(args), tuple(kwargs), out.is_contiguous())
             seen[k] = FeatureSeen(out, ran[-1] if ran else None, call, _type_behind(module, out))
-            writes[k] = _writes_into(out)
         return hook
 
     def passing(layer, args, out): ran.append(layer)
@@ -742,28 +736,30 @@ def find_features(module: nn.Module, names: Sequence[str], example: Sequence[Ten
     layers = [m for m in module.modules() if type(m).__module__.startswith("torch.nn") and _width(m) is not None]
     handles = [m.register_forward_hook(passing) for m in layers]
     handles += [module.get_submodule(k).register_forward_hook(noting(k), with_kwargs=True) for k in names]
-    dropout = _DropoutWatch()
     try:
-        with evaluating(module), dropout: module(*example)
+        with evaluating(module): module(*example)
     except (AttributeError, LookupError, RuntimeError, TypeError) as e:
         given = ", ".join(f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in example)
         raise ValueError(f"example={given}, expected what {type(module).__name__} takes by position; it raised "
-                         f"{type(e).__name__}: {e}") from e
+                         f"{type(e).__name__}: {e}{_keyword_hint(module)}") from e
     finally:
         for h in handles: h.remove()
     for k in names: check(k in seen, "slot", k, "a submodule that the forward pass runs")
-    drops = any(getattr(m, "inplace", False) and hasattr(m, "p") for m in module.modules()) # in training alone
-    written = {k: drops or dropout.seen or _writes_into(s.out) > writes[k] for k, s in seen.items()}
-    return {k: s._replace(call=s.call._replace(written=written[k])) for k, s in seen.items()}
+    return seen
+
+def _keyword_hint(module: nn.Module) -> str: # empty: all that it needs can be given by position
+    "Say how to use a network that needs arguments by name alone."
+    needed = [k for k, p in inspect.signature(module.forward).parameters.items()
+              if p.kind == p.KEYWORD_ONLY and p.default is p.empty]
+    if not needed: return ""
+    taken, passed = ", ".join(needed), ", ".join(f"{k}={k}" for k in needed)
+    return (f"; {type(module).__name__} takes {taken} by name alone: put it into a module whose forward(self, {taken}) "
+            f"returns self.net({passed}), and name its slots 'net.…'")
 
 def _type_behind(module: nn.Module, out: Tensor) -> torch.dtype:
     "Return the type of weights that take an output: its own, but under autocast, that of the network's weights."
     if not torch.is_autocast_enabled(out.device.type): return out.dtype
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.get_default_dtype())
-
-def _writes_into(x: Tensor) -> int: # so far; 0: nobody counts them in inference mode
-    return 0 if x.is_inference() else x._version # noqa: SLF001  # torch has no other name for it
-
 def check_owner(module: nn.Module, name: str): # of a submodule
     "Raise a `ValueError` for a slot whose owner reads weights or attributes of that submodule itself."
     path = name.split(".")

@@ -13,13 +13,15 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import by_lane, check, generator, lane_state, num_lanes, put_lanes, seeded, send, with_lanes
+from ..core import (
+    by_lane, check, check_names, generator, lane_state, num_lanes, put_lanes, seeded, send, with_lanes)
 from .blending import Blend, BlendGate, Curve, RampMode, combine, spread, straight_through
 from .blueprints import get_blueprint, list_blueprints, make_blueprint, probe, smoke_test
 from esper_nb.grow.lifecycle import (
@@ -219,11 +221,15 @@ Lanes = int | Sequence[int] | None # one lane, several, or all
 
 def as_lanes(lanes: Lanes, n: int) -> list[int]:
     "Return lane numbers as a list, checked."
-    found = list(range(n)) if lanes is None else [lanes] if isinstance(lanes, int) else [int(i) for i in lanes]
-    good = len(found) == len(set(found)) and all(0 <= i < n for i in found)
+    if lanes is None: return list(range(n))
+    if isinstance(lanes, Tensor): lanes = lanes.tolist()
+    given = list(lanes) if isinstance(lanes, Iterable) and not isinstance(lanes, str) else [lanes]
+    given = [i.item() if isinstance(i, Tensor) else i for i in given]
+    whole = all(isinstance(i, Integral) and not isinstance(i, bool) for i in given) # a mask has no numbers
+    good = whole and len(given) == len(set(given)) and all(0 <= i < n for i in given)
     known = f"different lane numbers from 0 to {n - 1}, or None for all" if n > 1 else "0, the only lane, or None"
     check(good, "lanes", lanes, known)
-    return found
+    return [int(i) for i in given]
 
 # %% ../../nbs/grow/23_slots.ipynb #cda2bd23
 @contextmanager
@@ -292,9 +298,17 @@ def measured_lanes(
     n: int, # lanes
 ) -> dict[int, dict[str, float]]: # lane -> what was measured there; lanes without the first of the values are left out
     "Return the values of each lane that are not NaN."
-    known = {k: torch.as_tensor(v, dtype=torch.float64).expand(n).tolist() for k, v in values.items() if v is not None}
+    known = {k: _of_lanes(k, v, n) for k, v in values.items() if v is not None}
     given = {i: {k: v[i] for k, v in known.items() if not math.isnan(v[i])} for i in range(n)}
-    return {i: v for i, v in given.items() if next(iter(known)) in v}
+    return {i: v for i, v in given.items() if next(iter(values)) in v}
+
+def _of_lanes(name: str, values: Numbers, n: int) -> list[float]: # NaN: not measured
+    "Return a measurement of each lane; one number is every lane's."
+    try: found = torch.as_tensor(values, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError): found = torch.empty(0)
+    check(found.shape in ((), (1,), (n,)), name, values, "a number for each of {} lanes, NaN where nothing was "
+          "measured, or one number for all", n)
+    return found.expand(n).tolist()
 
 # %% ../../nbs/grow/23_slots.ipynb #090db851
 def fitting_blueprints(family: str, channels: int, options: Mapping[str, Mapping]) -> list[str]:
@@ -347,6 +361,9 @@ class Slot(nn.Module):
         options: Mapping[str, Mapping] | None = None, # blueprint -> its options
     ):
         super().__init__()
+        check(isinstance(rules, Rules), "rules", rules, "settings, such as Rules(embargo=2)")
+        good = options is None or isinstance(options, Mapping) and all(isinstance(v, Mapping) for v in options.values())
+        check(good, "options", options, "options of blueprints by name, such as {'attention': {'heads': 2}}")
         self.name = name
         self.family = family
         self.channels = channels
@@ -354,7 +371,7 @@ class Slot(nn.Module):
         self.rules = rules
         self.options = {k: dict(v) for k, v in (options or {}).items()}
         names = fitting_blueprints(family, channels, self.options) if blueprints is None else blueprints
-        check(not isinstance(names, str) and len(names) > 0, "blueprints", names, "a list with at least one name")
+        names = check_names("blueprints", names, "a list with at least one name, each once")
         self.register_buffer("table", empty_table(lanes))
         self.register_buffer("stream", torch.zeros(lanes, dtype=torch.int64))
         self.banks, self.blend_gate = empty_banks(family, channels, lanes, names, self.options)
@@ -700,6 +717,17 @@ class Slot(nn.Module):
         super().__setstate__(state)
         self.rows()
 
-    def _load_from_state_dict(self, *args):
-        super()._load_from_state_dict(*args)
+    def check_saved(self, state: Mapping[str, Any], prefix: str): # of a module's state dict, and of the slot's names
+        "Raise a `RuntimeError` for saved seeds of other blueprints: the table knows them by their places in the list."
+        rows, banks = state.get(f"{prefix}table"), f"{prefix}banks."
+        saved = {k.removeprefix(banks).partition(".")[0] for k in state if k.startswith(banks)}
+        own = {k for k, bank in self.banks.items() if bank.state_dict()} # some have no weights
+        seeds = [] if rows is None or saved == own else [decode_seed(r) for r in rows.tolist()]
+        if not any(s.stage in LIVE | {Stage.FOSSILIZED} for s in seeds): return
+        raise RuntimeError(f"slot {self.name}: saved are seeds of the blueprints {', '.join(sorted(saved))}, expected "
+                           f"those of this slot, {', '.join(sorted(own))}: make the model with the same blueprints")
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        self.check_saved(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self.rows()

@@ -185,6 +185,8 @@ class Learner:
         heads: ActionHeads | None = None, # how choices depend on each other; None: from the action space
         device: str | torch.device = "cpu", # of the policy and the rollout; observations stay on the host until used
     ):
+        check(isinstance(config, PPOConfig), "config", config, "settings, such as PPOConfig(num_updates=20)")
+        check(isinstance(policy, PolicyConfig), "policy", policy, "settings, such as PolicyConfig(hidden=64)")
         self.config, self.device, self.stream = config, check_device(device), EnvStream(envs)
         self.n, self.heads = envs.num_envs, heads or heads_of(envs.single_action_space)
         self.of_space = heads is None # then a mask has an entry for each choice, and no more

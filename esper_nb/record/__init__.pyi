@@ -16,7 +16,7 @@ from .checkpoints import (CheckpointError as CheckpointError, LoadResult as Load
     read_checkpoint as read_checkpoint, check_contract as check_contract, previous_checkpoint as previous_checkpoint,
     save_tensors as save_tensors, load_tensors as load_tensors, ResumableRun as ResumableRun)
 from .notices import Notify as Notify, Notices as Notices, apprise_notify as apprise_notify
-from .rows import (Value as Value, Row as Row, ROW_KEYS as ROW_KEYS, make_rows as make_rows,
+from .rows import (Value as Value, Row as Row, ROW_KEYS as ROW_KEYS, check_rows as check_rows, make_rows as make_rows,
     metric_names as metric_names, named_fields as named_fields, flatten as flatten, series as series,
     encode_row as encode_row, decode_row as decode_row)
 from .training_rows import (population_rows as population_rows, run_rows as run_rows, size_metrics as size_metrics,
@@ -26,7 +26,8 @@ from .training_rows import (population_rows as population_rows, run_rows as run_
     update_rows as update_rows)
 from .writers import (TRACKERS as TRACKERS, Writer as Writer, WriterReport as WriterReport, Recorder as Recorder,
     JSONLWriter as JSONLWriter, read_rows as read_rows, RowReader as RowReader, count_rows as count_rows,
-    cut_rows as cut_rows, RunFolder as RunFolder, new_run as new_run, BackgroundWriter as BackgroundWriter,
-    StepMetrics as StepMetrics, metrics_by_step as metrics_by_step, Tracker as Tracker,
-    TensorBoardWriter as TensorBoardWriter, WandbWriter as WandbWriter, MLflowWriter as MLflowWriter,
-    TrackioWriter as TrackioWriter, check_trackers as check_trackers, open_trackers as open_trackers)
+    cut_rows as cut_rows, RunFolder as RunFolder, run_paths as run_paths, new_run as new_run,
+    BackgroundWriter as BackgroundWriter, StepMetrics as StepMetrics, metrics_by_step as metrics_by_step,
+    Tracker as Tracker, TensorBoardWriter as TensorBoardWriter, WandbWriter as WandbWriter,
+    MLflowWriter as MLflowWriter, TrackioWriter as TrackioWriter, check_trackers as check_trackers,
+    open_trackers as open_trackers)

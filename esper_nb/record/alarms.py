@@ -18,8 +18,8 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..core import finite_or_none
-from .rows import Row
+from ..core import check, finite_or_none
+from .rows import Row, check_rows
 
 # %% ../../nbs/record/72_alarms.ipynb #e08b4552
 class Metric(NamedTuple):
@@ -87,6 +87,7 @@ def find_metric(
     >>> find_metric("update.head_entropy.op").name
     'update.head_entropy.*'
     """
+    check(isinstance(name, str), "name", name, "the name of a metric, such as 'train.loss'")
     family, _, last = name.rpartition(".")
     found = metrics.get(name) or (metrics.get(f"{family}.*") if last else None)
     if found: return found
@@ -230,7 +231,7 @@ def find_alarms(
     >>> [(a.name, a.level, a.at) for a in find_alarms(rows)]
     [('policy moved far', 'warning', 1)]
     """
-    return AlarmWatch(rules).feed(rows)
+    return AlarmWatch(rules).feed(check_rows(rows))
 
 class AlarmWatch:
     "Check the rows of a live run incrementally, and return an alarm whenever a limit is crossed."
@@ -238,6 +239,8 @@ class AlarmWatch:
         self,
         rules: Sequence[AlarmRule] = ALARM_RULES, # the table
     ):
+        good = isinstance(rules, list | tuple) and all(isinstance(r, AlarmRule) for r in rules)
+        check(good, "rules", rules, "a list of AlarmRule, such as ALARM_RULES")
         self.rules = tuple(rules)
         self.states: dict[tuple, _RuleState] = {} # by index of the rule, metric, lane, slot, germination
         self.found: dict[str, list[int]] = {} # metric -> indices of its rules

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .rows import Row
+from .rows import Row, check_rows
 
 # %% ../../nbs/record/73_analytics.ipynb #cfa35fb6
 def pick_rows(
@@ -40,11 +40,12 @@ def pick_rows(
     [(1, 0), (1, 1), (1, 2)]
     """
     def fits(r): return lane is None or r["lane"] == lane
-    return [r for r in rows if r["kind"] == kind and fits(r) and all(r.get(k) == v for k, v in keys.items())]
+    found = check_rows(rows)
+    return [r for r in found if r["kind"] == kind and fits(r) and all(r.get(k) == v for k, v in keys.items())]
 
 def lane_numbers(rows: Iterable[Row]) -> list[int]:
     "Return the numbers of the lanes that have rows."
-    return sorted({r["lane"] for r in rows if r["lane"] is not None})
+    return sorted({r["lane"] for r in check_rows(rows) if r["lane"] is not None})
 
 # %% ../../nbs/record/73_analytics.ipynb #a535cfbd
 class Rollback(NamedTuple):
@@ -182,7 +183,7 @@ def seed_lives(
     ('norm', 0, 1, 'pruned', 'governor')
     """
     lives: dict[tuple, SeedLife] = {}
-    for r in rows:
+    for r in check_rows(rows):
         if r["kind"] not in ("seed", "slot"): continue
         key = r["lane"], r["slot"], r[f"{r['kind']}.germination"]
         new = SeedLife(

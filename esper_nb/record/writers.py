@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TRACKERS', 'Writer', 'WriterReport', 'Recorder', 'JSONLWriter', 'read_rows', 'RowReader', 'count_rows', 'cut_rows',
-           'RunFolder', 'new_run', 'BackgroundWriter', 'StepMetrics', 'metrics_by_step', 'Tracker', 'TensorBoardWriter',
-           'WandbWriter', 'MLflowWriter', 'TrackioWriter', 'check_trackers', 'open_trackers']
+           'RunFolder', 'run_paths', 'new_run', 'BackgroundWriter', 'StepMetrics', 'metrics_by_step', 'Tracker',
+           'TensorBoardWriter', 'WandbWriter', 'MLflowWriter', 'TrackioWriter', 'check_trackers', 'open_trackers']
 
 # %% ../../nbs/record/74_writers.ipynb #5a2f49ed
 import atexit
@@ -28,7 +28,7 @@ from queue import Empty, Full, Queue
 from types import NoneType
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from ..core import check, check_folder, new_file, refuse_link
+from ..core import Whole, check, check_folder, check_type, new_file, refuse_link
 from .alarms import METRICS, Metric, find_metric
 from .rows import Row, Value, decode_row, encode_row, make_rows, metric_names, named_fields
 
@@ -80,8 +80,14 @@ class Recorder:
         queue_size: int = 1024, # calls of `log` that a slow writer may lag behind
         clock: Callable[[], float] | None = None, # adds a `time` to every row, e.g. `time.time`
     ):
+        able = isinstance(writers, list | tuple) and all(hasattr(w, "write") and hasattr(w, "close") for w in writers)
+        check(able, "writers", writers, "a list of writers, such as [JSONLWriter('rows.jsonl')]")
+        check(isinstance(metrics, Mapping), "metrics", metrics, "metrics by name, such as METRICS")
+        check_type("keep", keep, Whole | None)
+        check_type("queue_size", queue_size, Whole)
+        check(clock is None or callable(clock), "clock", clock, "a function without arguments, such as time.time")
         self.metrics, self.clock = metrics, clock
-        self._kept: deque[Row] = deque(maxlen=keep)
+        self._kept: deque[Row] = deque(maxlen=None if keep is None else int(keep))
         self._known: set[str] = set() # names found in the table
         self._lock = threading.Lock()
         self._writers = [BackgroundWriter(w, queue_size) for w in writers]
@@ -330,12 +336,23 @@ class RunFolder(NamedTuple):
         return {}
 
 # %% ../../nbs/record/74_writers.ipynb #c4a9e5be
+def run_paths(
+    path: object, # the folder of a run, or of several
+) -> list[Path]: # at least one
+    "Return the folders of one or several runs."
+    given = path if isinstance(path, list | tuple) else [path]
+    paths = [Path(p) for p in given if isinstance(p, str | os.PathLike)]
+    good = 0 < len(paths) == len(given)
+    check(good, "path", path, "the folder of a run, such as 'runs/digits', or a list of several")
+    return paths
+
 def new_run(
     root: str | Path = "runs", # folder of all runs, created if necessary
     name: str = "run", # name of the folder; a number is appended if it exists
     config: Any = None, # dict, dataclass or object with to_dict(); None: no settings
 ) -> RunFolder:
     "Create a new folder `root/name`, or `root/name-2` …, with `config.json` in it."
+    check(root != "", "out", root, "a folder, such as 'runs'; '.' is the present one")
     if not name or name in (".", "..") or Path(name).name != name:
         raise ValueError(f"{name!r} is no name for a folder: use one word, and `root` for the folder above it")
     settings = {} if config is None else config
@@ -586,6 +603,7 @@ TRACKERS: Mapping[str, Callable[[Path], Tracker]] = dict(
 
 def check_trackers(names: Sequence[str]) -> None:
     "Raise an error for trackers that do not exist or are not installed."
+    check(isinstance(names, list | tuple), "log", names, f"a list of some of {', '.join(TRACKERS)}")
     for name in names:
         check(name in TRACKERS, "log", name, f"one of {', '.join(TRACKERS)}")
         _package(name)

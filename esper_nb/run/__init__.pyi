@@ -36,9 +36,9 @@ from .plugins import (GROUP as GROUP, plugin_name as plugin_name, installed_plug
     loaded_plugins as loaded_plugins, packed_plugins as packed_plugins, load_plugin as load_plugin,
     load_plugins as load_plugins, strange_code as strange_code, check_trust as check_trust,
     open_settings as open_settings, seek_in_plugins as seek_in_plugins, load_all_installed as load_all_installed)
-from .recipes import (RunConfig as RunConfig, register_recipe as register_recipe, change_settings as change_settings,
-    list_recipes as list_recipes, task_recipe as task_recipe, get_recipe as get_recipe, plan_text as plan_text,
-    command_words as command_words, fair_env as fair_env)
+from .recipes import (RunConfig as RunConfig, register_recipe as register_recipe, check_changes as check_changes,
+    change_settings as change_settings, list_recipes as list_recipes, task_recipe as task_recipe,
+    get_recipe as get_recipe, plan_text as plan_text, command_words as command_words, fair_env as fair_env)
 from .repeats import (SEARCH_PLAYS as SEARCH_PLAYS, chosen_rules as chosen_rules, compare_recipe as compare_recipe,
     RepeatStore as RepeatStore, search_rivals as search_rivals, Repeat as Repeat, practice_update as practice_update,
     RepeatPlayer as RepeatPlayer)

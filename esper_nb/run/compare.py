@@ -145,6 +145,7 @@ class PolicyPlayer:
         seed: int = 0, # of the sampling
         practice_epochs: int | None = None, # lane-epochs used for training; None: `learner.env_steps`
     ):
+        check(isinstance(learner, Learner), "learner", learner, "a Learner, which holds the policy")
         self.learner, self.sampled = learner, sampled
         self.seed, self.t = seed, 0
         self.practice_epochs = learner.env_steps if practice_epochs is None else practice_epochs

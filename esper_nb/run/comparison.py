@@ -299,6 +299,7 @@ def comparison_text(
     >>> print(comparison_text(c).splitlines()[0])
     digits: 2 epochs in 2 lanes, 1 seed; interquartile mean
     """
+    check(isinstance(c, Comparison), "c", c, "a Comparison, such as compare_controllers returns")
     seeds = len({p.seed for p in c.plays})
     title = f"{c.task}: {c.horizon} epochs in {c.lanes} lanes, {seeds} seed{'s' * (seeds != 1)}; interquartile mean"
     head = title + (" [95 % interval]" if seeds > 1 else "")

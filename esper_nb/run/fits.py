@@ -22,9 +22,10 @@ from .. import __version__
 from ..core import FolderLock, Measure, check, new_file
 from ..guard import NOTES, Report
 from ..grow import Blend, Curve, Decision, DecisionResult, Event, Stage
-from ..train import (
-    Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, check_population,
-    disturb_at, fit, get_task, is_own, new_population, task_at, telling_text, yardstick_lines, yardsticks)
+from esper_nb.train import (
+    Ablation, Controller, EpochResult, EvalResult, Fault, FitConfig, Population, Task, TrainResult, check_controller,
+    check_population, disturb_at, fit, get_task, is_own, new_population, task_at, telling_text, yardstick_lines,
+    yardsticks)
 from ..record import (
     ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, new_run, population_rows,
     run_origin, run_rows, save_tensors, test_rows)
@@ -34,6 +35,8 @@ from .recipes import command_words
 
 # %% ../../nbs/run/92_fits.ipynb #3dabe60a
 def _check_faults(faults: Sequence[Fault], lanes: int, epochs: int) -> None:
+    good = isinstance(faults, list | tuple) and all(isinstance(f, Fault) for f in faults)
+    check(good, "faults", faults, "a list of faults, such as [Fault('nan', lane=2, epoch=5)]")
     for f in faults:
         good = f.lane < lanes and f.epoch < epochs
         check(good, "inject", f.text, f"KIND:LANE:EPOCH with a lane below {lanes} and an epoch below {epochs}")
@@ -216,6 +219,8 @@ class FitRun(ResumableRun):
         controller: Controller | None = None, # decides before every epoch; None: nothing grows
         log: Sequence[str] = (), # trackers that also receive the rows
     ):
+        check_population(pop)
+        check_controller(controller)
         super().__init__(folder, log)
         self.population, self.faults, self.controller = pop, tuple(faults), controller
         self.rates: list[float] = [] # examples per second of each epoch

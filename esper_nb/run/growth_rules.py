@@ -95,6 +95,7 @@ def register_rule(
     'never grow'
     >>> del GROWTH_RULES["never"]
     """
+    check(isinstance(row, RuleRow), "row", row, "a RuleRow, such as RuleRow('mine', make, 'what it does')")
     check(row.name not in GROWTH_RULES, "rule", row.name, "a new name")
     check(row.name.strip() != "" and "," not in row.name, "rule", row.name, "a name without a comma")
     GROWTH_RULES[row.name] = row

@@ -32,7 +32,10 @@ def plugin_name(
 ) -> str: # as stored in a run's settings
     "Return the name by which any process can load a plugin."
     text = str(plugin)
-    return str(Path(text).resolve()) if text.endswith(".py") else text
+    file, named = text.endswith(".py"), all(part.isidentifier() for part in text.removeprefix(f"{GROUP}:").split("."))
+    check(file or named, "plugin", text, "a file such as my_task.py, the name of a module such as my_package.tasks, or "
+          f"{GROUP}:NAME of an installed package")
+    return str(Path(text).resolve()) if file else text
 
 def installed_plugins() -> dict[str, EntryPoint]: # by name
     "Return the entry points of installed packages, without loading them."

@@ -16,7 +16,6 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from os import PathLike
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 from ..core import Measure, changed_settings, check, check_output, new_file, option_text
 from ..record import (
     LABELS, AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, find_metric, lane_scores,
-    observation_ranges, phase_shares, pick_rows, read_rows, reward_mix, rollbacks, seed_lives)
+    observation_ranges, phase_shares, pick_rows, read_rows, reward_mix, rollbacks, run_paths, seed_lives)
 from ..show import (
     asset_path, explain, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards,
     plot_run, plot_side_by_side, plot_slots, theme)
@@ -54,7 +53,7 @@ def write_report(
     >>> write_report(run.folder.path).name
     'report.html'
     """
-    paths = [Path(path)] if isinstance(path, str | PathLike) else [Path(p) for p in path]
+    paths = run_paths(path)
     place = paths[0] if len(paths) == 1 else paths[0].resolve().parent
     if out is None and place.is_dir() and not os.access(place, os.W_OK):
         raise PermissionError(f"{place} is read-only: give the page another place, --out PAGE.html or out='PAGE.html'")
@@ -522,8 +521,7 @@ class RunPage:
         path: str | Path | Sequence[str | Path], # folder of the run; of several runs, to be compared
         every: float = 10., # minimum seconds between two renderings
     ):
-        paths = [path] if isinstance(path, str | PathLike) else path
-        self.folders, self.every = [RunFolder(Path(p)) for p in paths], every
+        self.folders, self.every = [RunFolder(p) for p in run_paths(path)], every
         for folder in self.folders:
             folder.config()
             begun = folder.rows_path.exists()

@@ -34,7 +34,7 @@ from .compare import Player, PolicyPlayer, compare_controllers, simple_controlle
 from .comparison import Comparison, comparison_text
 from .follow import about_time
 from .plugins import load_plugins, open_settings
-from .recipes import RunConfig, change_settings, command_words, fair_env, plan_text
+from .recipes import RunConfig, change_settings, check_changes, command_words, fair_env, plan_text
 from .split import SplitVecEnv
 
 # %% ../../nbs/run/95_runs.ipynb #f18d621b
@@ -106,7 +106,8 @@ def open_run(
     [2]
     """
     folder = RunFolder(Path(path))
-    given = settings or {}
+    given = {} if settings is None else settings
+    check_changes(given)
     saved = open_settings(folder, "run", RunConfig.from_dict, given.get("plugins"), trust)
     config, moved = change_settings(saved, given), isinstance(data, str | Path)
     check_trackers(config.log)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..core import check, check_count, tree_from_bytes, tree_to_bytes
 from ..control import (
-    Data, EnvConfig, EnvStep, EpisodeSummary, GrowVecEnv, first_seeds, lane_seeds, read_actions, read_reset_mask)
+    Data, EnvConfig, EnvStep, EpisodeSummary, GrowVecEnv, first_seeds, lane_seeds, read_actions,
+    read_reset_mask, read_reset_options)
 from ..train import check_trained_memory, get_task
 from ..record import EnvRows, Row, run_rows
 from .engines import Callback, Engine, FaultTolerance, Supervisor, check_engine, new_worker
@@ -63,6 +64,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
         data: Data | None = None, # sent to every shard; None: each loads the task's own
         tolerance: FaultTolerance = FaultTolerance(),
     ):
+        check(isinstance(config, EnvConfig), "config", config, "settings, such as EnvConfig(task='digits', num_envs=4)")
         check_engine(engine)
         self.config, self.num_envs, self.tolerance = config, config.num_envs, tolerance
         self.mode = AutoresetMode(config.autoreset_mode)
@@ -104,7 +106,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
         seeds = [given[a:b] for a, b in pairwise([0, *self.cuts, self.num_envs])]
         masks = np.split(np.ones(self.num_envs, bool) if mask is None else mask.numpy(), self.cuts)
         chosen = [k for k, mine in enumerate(masks) if mine.any()]
-        rest = {k: v for k, v in (options or {}).items() if k != "reset_mask"}
+        rest = read_reset_options(options)
         for k in chosen: self.shards[k].start("reset", seeds[k], masks[k], rest)
         begun = {k: self.shards[k].finish() for k in chosen}
         self._join([begun[k] if k in begun else self.latest[k]._replace(info={}) for k in range(len(masks))])

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..core import check, check_count
 from ..guard import GovernorConfig
 from ..grow import LIVE, Stage
 from ..train import Population
-from ..record import Notify, Row, RowReader, RunFolder
+from ..record import Notify, Row, RowReader, RunFolder, run_paths
 from .history import Incident
 from .live import (
     Feed, canvas_class, live_front_end, outside_requests, probabilities_html, running_cell)
@@ -199,7 +198,8 @@ def follow_runs(
     "Follow a run of another process, or several as lanes of one session."
     check(not isinstance(path, Population | Session), "path", path,
           "the folder of a run; what this process trains is shown by Dashboard(...)")
-    source = RowsSource(path) if isinstance(path, str | PathLike) else RunsSource(path)
+    paths = run_paths(path)
+    source = RowsSource(paths[0]) if len(paths) == 1 else RunsSource(paths)
     name = source.folder.path.resolve().name if isinstance(source, RowsSource) else ", ".join(source.names)
     session = Session(source, name, notify=notify, columns=columns)
     session.start()

@@ -35,6 +35,7 @@ def session_status(
     session: Session,
 ) -> dict[str, Any]: # plain values, ready for JSON
     "Return the state, progress and accuracy of a session."
+    check(isinstance(session, Session), "session", session, "a Session, such as Session(pop)")
     s, finite = session.source, session.history.accuracy[np.isfinite(session.history.accuracy)]
     left = None
     if s.total is not None and session.seconds is not None and s.steered:

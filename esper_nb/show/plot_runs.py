@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import bootstrap_interval, interquartile_mean
+from ..core import bootstrap_interval, check, interquartile_mean
 from ..guard import RULES
 from ..record import (
     ALARM_RULES, Rollback, Row, StageSpan, axis_label, blueprint_stats, find_metric, lane_numbers, metric_names,
@@ -441,6 +441,7 @@ def plot_compare(
     >>> [label.get_text() for label in ax.get_yticklabels()]
     ['ppo, 3 seeds', 'wait only, 3 seeds']
     """
+    check(isinstance(scores, Mapping), "scores", scores, "scores by the name of a rule, such as {'wait': [18., 17.]}")
     arrays = {k: np.asarray(v, float).ravel() for k, v in scores.items()}
     arrays = {k: v[np.isfinite(v)] for k, v in arrays.items()}
     ax = axes_or_new(ax, 7, 1. + .55 * max(1, len(arrays)))

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..core import check
 from ..guard import RULES, GovernorConfig, list_thresholds
 
 # %% ../../nbs/show/77_theme.ipynb #7498af65
@@ -120,6 +121,7 @@ def axes_or_new(
     height: float = 2.8, # inches
 ) -> Any: # axes
     "Return the caller's axes, or create new ones in the active theme."
+    check(ax is None or hasattr(ax, "plot"), "ax", ax, "axes of matplotlib, such as plt.subplots()[1]; or None")
     return new_axes(width, height)[1] if ax is None else ax
 
 # %% ../../nbs/show/77_theme.ipynb #cd13eb0f

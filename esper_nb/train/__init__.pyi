@@ -54,11 +54,12 @@ from .population import (Forecaster as Forecaster, MIXED_BYTES as MIXED_BYTES, S
     grown_plan as grown_plan, owners_in_use as owners_in_use, part_of as part_of, Spare as Spare,
     GroupCopies as GroupCopies, undone_germination as undone_germination, kept_history as kept_history,
     RolledBackSeeds as RolledBackSeeds, LaneRates as LaneRates, Population as Population,
-    new_governor as new_governor, new_stepper as new_stepper, check_population as check_population,
-    check_trained_memory as check_trained_memory, new_population as new_population, seed_health as seed_health,
-    traced as traced, latest_pass as latest_pass, site_signals as site_signals, join_results as join_results,
-    spread_lanes as spread_lanes, join_ablations as join_ablations, total_gain as total_gain,
-    join_groups as join_groups, sum_and_best as sum_and_best)
+    new_governor as new_governor, new_stepper as new_stepper, check_data as check_data,
+    check_population as check_population, check_trained_memory as check_trained_memory,
+    new_population as new_population, seed_health as seed_health, traced as traced, latest_pass as latest_pass,
+    site_signals as site_signals, join_results as join_results, spread_lanes as spread_lanes,
+    join_ablations as join_ablations, total_gain as total_gain, join_groups as join_groups,
+    sum_and_best as sum_and_best)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
 from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, HALF as HALF,
@@ -74,7 +75,8 @@ from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes 
     task_from_text as task_from_text, task_from_path as task_from_path, task_at as task_at, task_words as task_words,
     check_lane_memory as check_lane_memory, create_model as create_model)
 from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
-    StepState as StepState, run_epoch as run_epoch, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
+    StepState as StepState, check_disturb as check_disturb, run_epoch as run_epoch,
+    check_controller as check_controller, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
     train_group as train_group, may_defer as may_defer, group_epoch as group_epoch, odd_lanes as odd_lanes,
     train_apart as train_apart)
 from .yardsticks import (ROWS as ROWS, WIDE as WIDE, TOKENS as TOKENS, GRAM as GRAM, TELLING as TELLING,

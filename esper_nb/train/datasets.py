@@ -56,7 +56,7 @@ def number_labels(labels: Iterable) -> tuple[Tensor, tuple[str, ...]]: # (N,) in
 
 def one_each(values, source: str): # the same, with one axis
     "Check that there is one value for each example, and take the only column of a table."
-    check(values is not None, source, None, "one for each example")
+    check(isinstance(values, Iterable), source, values, "one for each example")
     check(not isinstance(values, (str, dict)), source, values if isinstance(values, str) else type(values).__name__,
           "one for each example; of a table of pandas one column, such as frame['kind']")
     shape = tuple(getattr(values, "shape", (0,)))

@@ -7,13 +7,14 @@ __all__ = ['check_state', 'LaneState', 'lanes_apart', 'copy_lanes', 'LaneOptimiz
            'check_options', 'fill_state', 'state_names', 'equal_stretches', 'LaneViews']
 
 # %% ../../nbs/train/31_optim.ipynb #b0b6de39
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ..core import by_lane, check_count, index_for, lane_index
+from ..core import by_lane, check, check_count, index_for, lane_index
 
 # %% ../../nbs/train/31_optim.ipynb #4e55a007
 def check_state(
@@ -106,7 +107,11 @@ class LaneOptimizer(LaneState):
         lr: float | Tensor = .01, # learning rate, one for all or (n,)
         **options, # as for the torch class: momentum, weight_decay, betas ...
     ):
-        self.lanes, self.cls, self.params = check_count("lanes", lanes), optimizer_class(kind), dict(params)
+        try: named = dict(params)
+        except (TypeError, ValueError): named = dict(params=None)
+        good = all(isinstance(k, str) and isinstance(p, Tensor) for k, p in named.items())
+        check(good, "params", params, "parameters by name, such as model.named_parameters()")
+        self.lanes, self.cls, self.params = check_count("lanes", lanes), optimizer_class(kind), dict(named)
         self.options = {"foreach": True} | options
         self.family = self.cls, repr(self.options)   # owners of one family can share a call
         for k, p in self.params.items():
@@ -145,9 +150,12 @@ class LaneOptimizer(LaneState):
         lanes: Sequence[int] | None = None, # which lanes, default all
     ):
         "Set the learning rate of some lanes."
-        lr = torch.as_tensor(lr, dtype=torch.float64)
-        if not (lr.isfinite() & (lr >= 0)).all(): raise ValueError(f"lr={lr.tolist()}: expected finite numbers >= 0")
-        self.lr[slice(None) if lanes is None else list(lanes)] = lr
+        at = slice(None) if lanes is None else list(lanes)
+        try: rates = torch.as_tensor(lr, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError): rates = torch.tensor(math.nan)
+        good = bool((rates.isfinite() & (rates >= 0)).all()) and rates.shape in ((), (1,), self.lr[at].shape)
+        check(good, "lr", lr, f"a finite number of at least 0, or one for each of {len(self.lr[at])} lanes")
+        self.lr[at] = rates
 
     @torch.no_grad()
     def reset_lanes(self, lanes: Sequence[int]): # lanes that begin again; their learning rate is kept

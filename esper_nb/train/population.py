@@ -6,9 +6,9 @@
 __all__ = ['Forecaster', 'MIXED_BYTES', 'SMALL_GROUP', 'SIGNALS', 'LOOKED_AT', 'FitConfig', 'TrainResult', 'GroupResult',
            'SeedWorth', 'EpochResult', 'latest_forecasts', 'forecasts_now', 'lane_bytes', 'grown_plan', 'owners_in_use',
            'part_of', 'Spare', 'GroupCopies', 'undone_germination', 'kept_history', 'RolledBackSeeds', 'LaneRates',
-           'Population', 'new_governor', 'new_stepper', 'check_population', 'check_trained_memory', 'new_population',
-           'seed_health', 'traced', 'latest_pass', 'site_signals', 'join_results', 'spread_lanes', 'join_ablations',
-           'total_gain', 'join_groups', 'sum_and_best']
+           'Population', 'new_governor', 'new_stepper', 'check_data', 'check_population', 'check_trained_memory',
+           'new_population', 'seed_health', 'traced', 'latest_pass', 'site_signals', 'join_results', 'spread_lanes',
+           'join_ablations', 'total_gain', 'join_groups', 'sum_and_best']
 
 # %% ../../nbs/train/38_population.ipynb #56a20ba1
 import math
@@ -729,6 +729,13 @@ def _with_fused_host(task: Task, dev: torch.device) -> Task:
           task.name)
     return task.replace(host=task.host.replace(fused=True))
 
+def check_data(
+    data: object, # what was given for them
+) -> None:
+    "Raise `ValueError` for what are no data of a task, nor None, for which they are loaded."
+    check(data is None or hasattr(data, "num_train"), "data", data, "the data of a task, such as "
+          "get_task('digits').load(limit=256) or task_from_arrays(x, y).load(), or None")
+
 def check_population(
     pop: object, # what should be one
 ) -> None:
@@ -778,6 +785,7 @@ def new_population( # noqa: PLR0913  # task, settings, data, device and blueprin
     """
     check(isinstance(config, Config), "config", config, "settings, such as FitConfig(lanes=4)")
     dev, task, n = check_device(device), task if isinstance(task, Task) else get_task(task), config.lanes
+    check_data(data)
     data = task.load(dev, root, synthetic=synthetic) if data is None else data
     size, default = config.batch_size or task.batch_size, torch.get_default_dtype()
     check(default == torch.float32, "torch's default dtype", default,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core import check_count, send
+from ..core import check, check_count, send
 from .gradients import lane_grads, owner_norms
 from .optim import LaneOptimizer, LaneState, copy_lanes
 
@@ -61,7 +61,8 @@ class Stepper(LaneState):
         max_norm: float | None | Mapping[str, float | None] = 1., # largest norm of a lane; None or <= 0: no clipping
         at: Mapping[str, Sequence[int]] | None = None, # owner -> lanes of its places, where these are not all lanes
     ):
-        if not owners: raise ValueError("owners is empty: expected at least one LaneOptimizer by name")
+        good = isinstance(owners, Mapping) and len(owners) > 0 and all(hasattr(o, "lanes") for o in owners.values())
+        check(good, "owners", owners, "at least one LaneOptimizer by name, such as {'host': LaneOptimizer(...)}")
         self.owners, self.at = dict(owners), {k: tuple(v) for k, v in (at or {}).items()}
         self.lanes = scaler.lanes if scaler else next(o.lanes for k, o in owners.items() if k not in self.at)
         self.scaler = LaneScaler(self.lanes, enabled=False) if scaler is None else scaler

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from ..core import (
-    Config, Count, NonNegative, OneOf, Positive, ShareBelow1, bytes_text, check, check_count, check_device,
-    check_memory, one_of, printable)
+    Config, Count, NonNegative, OneOf, Positive, ShareBelow1, Whole, bytes_text, check, check_count,
+    check_device, check_memory, check_names, check_type, one_of, printable)
 from ..grow import (
-    LABELLED_TOKENS, CNNConfig, GPTConfig, Growing, GrowingModel, ModuleHostConfig, Rules, check_slots, host_sites,
-    module_model, new_host)
+    LABELLED_TOKENS, CNNConfig, GPTConfig, Growing, GrowingModel, ModuleHostConfig, Rules, check_slots,
+    explore_host, host_sites, module_model, new_host)
 from .data import (
-    ImageData, TextData, count_answers, is_target, lane_target_loss, share_pp, target_counts)
+    ImageData, TargetData, TextData, count_answers, is_target, lane_target_loss, share_pp, target_counts)
 from .datasets import (
     PICTURES, files_of, from_arrays, from_dataset, host_for, is_own, keep_arrays, keep_read, load_own, load_source,
     moved_source, own_source, read_folder, read_table_file, source_words, text_digest)
@@ -101,6 +101,10 @@ def check_fit(task, data: ImageData | TextData): # raises a ValueError that name
     check(shape == data.shape, "input shape of the host", shape, f"{data.shape}, the shape of the data")
     check(task.batch_size <= data.num_train, "batch_size", task.batch_size,
           f"at most {data.num_train}, the number of training examples; raise limit or lower batch_size")
+    if not isinstance(task.host, ModuleHostConfig) or isinstance(data, TargetData): return
+    shares = explore_host(task.host).shares
+    check(not shares, f"output of {task.host.factory}", "shares of 1", "scores of any size: the loss takes their "
+          "softmax, so leave it out of the network, and take it of what the network says later")
 
 # %% ../../nbs/train/35_tasks.ipynb #53ccf0ca
 @dataclass(frozen=True)
@@ -321,11 +325,11 @@ def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict
     tokens = isinstance(host, ModuleHostConfig) and host.reads == "BL" and not text
     check(not tokens, "reads", "BL", f"a network that reads numbers: sequences of tokens with one label each are not "
           f"among these data; {LABELLED_TOKENS}")
-    if isinstance(host, ModuleHostConfig): settings = settings | dict(host=host.fitted(data.shape, classes))
+    if isinstance(host, ModuleHostConfig): host = host.fitted(data.shape, classes)
     elif host is None: host = _TEXT_HOST.replace(block=data.shape[0]) if text else host_for(data.shape, classes)
     usual = dict(host=host, batch_size=max(min(2, examples), min(16 if text else 64, examples // 4)),
                  epochs=10 if text else 25, lr=2e-3 if text else .05, optimizer="adamw" if text else "sgd")
-    given: dict = usual | settings
+    given: dict = usual | settings | dict(host=host)
     sites = host_sites(given["host"])
     own = isinstance(given["host"], ModuleHostConfig)
     given.setdefault("notes", () if isinstance(data, TextData) else data.notes)
@@ -334,11 +338,13 @@ def _new_task(name: str, source: str, data: ImageData | TextData, settings: dict
 
 _SETTINGS = ("name", "host", "slots", "batch_size", "epochs", "optimizer", "lr", "momentum", "weight_decay")
 
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    "Refuse names that are no settings of a task before its data are read."
+def _check_settings(settings: Mapping[str, Any], **given: tuple[Any, Any]) -> None: # given: value and type hint
+    "Refuse names that are no settings of a task, and values of another type, before its data are read."
     for k in settings:
         check(k in _SETTINGS, "setting", k, "{}; those of a training, such as lanes or seed, belong to FitConfig, to "
               "EnvConfig or to the command", one_of(k, _SETTINGS))
+    given["name"] = given.get("name", (settings.get("name", "-"), str))
+    for k, (value, hint) in given.items(): check_type(k, value, hint)
 
 def _example_task(name: str, source: str, settings: dict) -> Task:
     return _new_task(name, source, load_own(source), settings)
@@ -371,7 +377,7 @@ def task_from_arrays(
     >>> task.classes, task.load().shape # a row is a picture of one pixel with five channels
     (2, (5, 1, 1))
     """
-    _check_settings(settings)
+    _check_settings(settings, name=(name, str))
     return _example_task(name, keep_arrays(name, from_arrays(x, y, name, target, groups)), settings)
 
 # %% ../../nbs/train/35_tasks.ipynb #34300da0
@@ -400,7 +406,7 @@ def task_from_dataset(
     >>> task_from_dataset(pictures, name="bright").load().shape
     (1, 8, 8)
     """
-    _check_settings(settings)
+    _check_settings(settings, name=(name, str))
     return _example_task(name, keep_arrays(name, from_dataset(dataset, name, target, groups)), settings)
 
 # %% ../../nbs/train/35_tasks.ipynb #0c7f34cb
@@ -437,7 +443,7 @@ def task_from_folder(
     >>> task_from_folder(folder, name="shades").load().shape
     (1, 8, 8)
     """
-    _check_settings(settings)
+    _check_settings(settings, size=(size, Count | None), pad=(pad, Whole), flip=(flip, bool))
     path = Path(path).expanduser()
     source = keep_read("folder", path, read_folder(path, size), size=size, pad=pad, flip=int(flip))
     return _example_task(settings.pop("name", Path(path).resolve().name), source, settings)
@@ -475,7 +481,10 @@ def task_from_table(
     >>> task.load().num_train, task.notes
     (12, ('width: number',))
     """
-    _check_settings(settings)
+    _check_settings(settings, groups=(groups, str | None))
+    check(groups != "", "groups", groups, "the name of a column, or None")
+    if not (columns is None or isinstance(columns, str)):
+        columns = check_names("columns", columns, "names of columns, each once; or None for all")
     check(not hasattr(path, "iloc"), "path", "a table of pandas", "a file; of a table in memory "
           "task_from_arrays(frame.drop(columns='kind'), frame['kind'])")
     path, kind = Path(path).expanduser(), None if target == "classes" else target
@@ -509,7 +518,7 @@ def task_from_text(
     >>> task_from_text(f.name, block=16, name="rhyme").classes # bytes
     256
     """
-    _check_settings(settings)
+    _check_settings(settings, block=(block, Count))
     path = Path(path).expanduser()
     source, name = own_source("text", path, digest=text_digest(path, block)), settings.pop("name", Path(path).stem)
     return _new_task(name, source, load_own(source, block=block), settings)
