@@ -109,9 +109,9 @@ bench: $(STAMP)  ## the benchmarks, into nbs/explanations (hours; each alone: py
 	$(BIN)/python -m benchmarks.detector_bench
 
 refresh: $(STAMP)  ## run notebooks again, store their outputs, clean them: all, or NB="nbs/record/74_writers.ipynb"
-	$(BIN)/nbdev_export
+	$(BIN)/nbdev-export
 	$(BIN)/python scripts/notebooks.py refresh $(NB)
-	$(BIN)/nbdev_clean
+	$(BIN)/nbdev-clean
 	$(BIN)/python scripts/notebooks.py readme
 
 clean:  ## remove everything that is generated outside git (.venv stays)

@@ -36,7 +36,6 @@ setup(
     cmdclass={"build_py": BuildPages},
     name=lib, version=cfg["version"], description=cfg["description"], keywords=cfg["keywords"].split(),
     author=cfg["author"], author_email=cfg["author_email"], license="Apache-2.0", license_files=["LICENSE"],
-    url=cfg["git_url"], project_urls={"Documentation": cfg["doc_host"] + cfg["doc_baseurl"] + "/"},
     long_description=(here/"README.md").read_text(encoding="utf-8"), long_description_content_type="text/markdown",
     packages=find_packages(include=[lib, f"{lib}.*"]), include_package_data=True,
     package_data={"": ["py.typed", "*.js", "*.css", "*.csv", "*.pyi"]},      # beside the modules that read them

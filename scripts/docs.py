@@ -15,9 +15,9 @@ from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
 
-from execnb.nbio import mk_cell, read_nb, write_nb
 from fastcore.basics import AttrDict
 from fastcore.docments import MarkdownRenderer, docstring
+from fastcore.nbio import mk_cell, read_nb, write_nb
 from fastcore.xtras import dict2obj
 from nbdev.config import get_config
 from nbdev.processors import FilterDefaults, Processor
@@ -282,8 +282,8 @@ def search_index(found, docs):
 
 def page_name(notebook):
     "Return where nbdev puts the page of a notebook: `core/00_config.ipynb` becomes `core/config.html`."
-    from nbdev.doclinks import _nbpath2html
-    return _nbpath2html(Path(notebook))
+    from nbdev.config import nbpath2html
+    return nbpath2html(notebook)
 
 
 def slug(title):
@@ -365,6 +365,23 @@ def plain():
     (DOCS/"search.js").write_text(f"const ENTRIES = {json.dumps(found)};\n", encoding="utf-8")
 
 
+def text_pages():
+    "Write every page as Markdown too, at the address that the docstring of its module gives."
+    import nbformat
+    from nbconvert import MarkdownExporter
+    exporter = MarkdownExporter(exclude_raw=True)
+    for path in find_notebooks(PROC):
+        at, nb = path.relative_to(PROC), nbformat.read(path, as_version=4)
+        for cell in nb.cells: plain_cell(cell)
+        nb.cells = [cell for cell in nb.cells if cell.metadata.get("echo", True)]
+        for output in (o for cell in nb.cells for o in cell.get("outputs", ()) if "data" in o):
+            output.data = {kind: data for kind, data in output.data.items() if kind.startswith("text/")}
+        nb.metadata.language_info = dict(name="python")
+        title, promise = heading_of(at)
+        text, _ = exporter.from_notebook_node(nb)
+        (DOCS/f"{page_name(at)}.md").write_text(f"# {title}\n\n> {promise}\n\n{text}", encoding="utf-8")
+
+
 # --- what was built
 
 class Targets(HTMLParser):
@@ -401,6 +418,7 @@ def build():
     else:
         print(NO_QUARTO)
         plain()
+    text_pages()
     names = [n.relative_to(NBS) for n in find_notebooks()]
     bad = [f"{n}: was not built" for n in names if not (DOCS/page_name(n)).exists()] + broken_targets(DOCS)
     if bad: sys.exit("\n".join(["Broken in the site:", *(f"  {b}" for b in bad)]))

@@ -93,8 +93,8 @@ def out_of_step(root=ROOT):
         before = _written(tmp)
         for p in (tmp/"esper_nb").rglob("*.py"):      # a module whose notebook is gone does not come back
             if any(mark in p.read_text(encoding="utf-8") for mark in GENERATED): p.unlink()
-        _tool("nbdev_export", tmp)
-        _tool("nbdev_clean", tmp)
+        _tool("nbdev-export", tmp)
+        _tool("nbdev-clean", tmp)
         after = _written(tmp)
     return sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
 
@@ -117,7 +117,7 @@ def check():
     stale += [p.relative_to(ROOT).as_posix() for p in stale_stubs()]
     if stale:
         sys.exit("\n".join(["Out of step:", *(f"  {name}" for name in stale),
-                            "Mend with: .venv/bin/nbdev_export && .venv/bin/nbdev_clean && make door readme",
+                            "Mend with: .venv/bin/nbdev-export && .venv/bin/nbdev-clean && make door readme",
                             "(and delete a module in esper_nb/ whose notebook is gone)"]))
     if blank := [p.relative_to(ROOT).as_posix() for p in find_notebooks() if lacks_pictures(p)]:
         sys.exit(f"Pictures are described and not stored in {' '.join(blank)}: make refresh NB=\"...\" with these")

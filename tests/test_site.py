@@ -4,6 +4,7 @@ import inspect
 import json
 import re
 import struct
+import tomllib
 from functools import cache
 from importlib import import_module
 
@@ -124,7 +125,8 @@ def test_the_sidebar_has_every_page_once_and_begins_where_a_newcomer_does():
     assert titles[-1] == "Reference" and [*titles[:-1], *packages] == [title for title, _ in sections()]
     quarto = yaml.safe_load((ROOT/"_quarto.yml").read_text(encoding="utf-8"))
     assert "sidebar.yml" in quarto["metadata-files"] and quarto["project"]["output-dir"] == DOCS.name
-    assert "custom_sidebar = True" in (ROOT/"settings.ini").read_text(encoding="utf-8"), "or nbdev writes another"
+    assert tomllib.loads((ROOT/"pyproject.toml").read_text(encoding="utf-8"))["tool"]["nbdev"]["custom_sidebar"], \
+        "or nbdev writes another"
 
 def test_the_foot_of_every_page_names_the_version():
     docs.sidebar()
@@ -218,6 +220,20 @@ def test_a_link_whose_text_is_a_name_leads_where_its_page_says():
     assert cell.source.count("trainer.html#fit") == 2
     docs.unnest_links(cell)
     assert cell.source.startswith("See [`fit`](../train/39_trainer.ipynb#early-stopping), and [`fit`](https:")
+
+
+def test_the_docstring_of_a_module_says_where_its_page_stands_as_text(tmp_path, monkeypatch):
+    for name, path in (("PROC", tmp_path/"proc"), ("DOCS", tmp_path/"docs")): monkeypatch.setattr(docs, name, path)
+    docs.process([NBS/"guard/10_phases.ipynb"])
+    (tmp_path/"docs/guard").mkdir(parents=True)
+    docs.text_pages()
+    url = inspect.getdoc(import_module("esper_nb.guard.phases")).rpartition("Docs: ")[2]
+    base = docs.get_config().doc_url
+    assert url.startswith(base)
+    text = (tmp_path/"docs"/url.removeprefix(base)).read_text(encoding="utf-8")
+    title, promise = docs.heading_of("guard/10_phases.ipynb")
+    assert text.startswith(f"# {title}\n\n> {promise}\n") and "```python\n" in text
+    assert "#|" not in text and ".ipynb)" not in text
 
 
 def test_a_tutorial_opens_in_colab():
