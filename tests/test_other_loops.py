@@ -849,6 +849,43 @@ def test_what_a_loop_copies_into_a_target_between_steps_is_no_disturbance_and_is
     assert [(r.reason, r.cause, r.lost) for r in governor.reports] == [("non-finite", "external", None)] * fault
 
 
+class Quantized(nn.Linear):
+    "Rounds its weights coarsely, once that is switched on."
+    def __init__(self, *sizes, levels): # in a unit
+        super().__init__(*sizes)
+        self.levels = levels
+        self.register_buffer("on", torch.zeros(1, dtype=torch.uint8))
+
+    def forward(self, x):
+        rounded = self.weight + ((self.weight * self.levels).round() / self.levels - self.weight).detach()
+        return F.linear(x, torch.where(self.on.bool(), rounded, self.weight), self.bias)
+
+def quantized(fault, guarded, way):
+    torch.manual_seed(0)
+    levels = 16 if fault else 2
+    net = nn.Sequential(Quantized(8, 16, levels=levels), nn.ReLU(), Quantized(16, 1, levels=levels))
+    opt = torch.optim.SGD(net.parameters(), lr=.02)
+    governor = Governor(net, opt, chance_loss=None) if guarded else None
+    def step(x): return descend(opt, F.mse_loss(net(x), x @ torch.linspace(-1, 1, 8)[:, None]))
+    for k, x in fed(governor, list(enumerate(torch.randn(300, 32, 8))), way):
+        if k == 130:
+            for m in net.children():
+                if isinstance(m, Quantized): m.on.fill_(1)
+        if fault and guarded and k == 135 and not governor.replaying: net[2].weight.data[0, 3] = torch.nan
+        take(governor, step, x, way)
+    return net.state_dict(), governor
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+@pytest.mark.parametrize("fault", [False, True])
+def test_what_a_loop_switches_by_a_flag_in_a_buffer_is_meant_and_is_switched_in_a_replay(fault, way):
+    "Quantisation that begins late raises the loss: it was called a disturbance, and the run was redone without it."
+    clean, _ = quantized(fault, False, way)
+    state, governor = quantized(fault, True, way)
+    assert [(r.reason, r.cause, r.lost) for r in governor.reports] == [("non-finite", "external", None)] * fault
+    assert all(torch.equal(t, state[k]) for k, t in clean.items()) and clean["0.on"] == 1
+
+
+
 def test_a_tensor_of_its_own_with_an_optimizer_of_its_own_belongs_to_no_network_that_was_forgotten(caplog):
     "As the temperature of a soft actor-critic: it is restored with the others."
     net, log_alpha = nn.Linear(4, 2), torch.zeros(1, requires_grad=True)

@@ -147,6 +147,7 @@ class RecordedStep:
     leaves: bool = False # it has left its loop, as by `break`: run again, it would leave the loop that runs then
     ended: int | None = None # bits of torch's random stream when it was over; None: it was not looked
     copies: Mapping[str, str] = field(default_factory=dict) # tensors that the loop copied before it: source, by name
+    flags: Mapping[str, Tensor] = field(default_factory=dict) # that the loop set before it: value, by name
     owned: bool = False # its batch is a copy that nobody else has: it may write into what it is given
 
     def data(self): # what the step is called with

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from ..core import hook_steps, listed, quiet_hooks
 from .causes import (
@@ -57,6 +58,7 @@ class BetweenSteps:
         self.writes = 0 # of the snapshot, when the latest step ended
         self.counts: WriteCounts | None = None # of the latest step; None: not known
         self.copies: dict[str, str] = {} # that the loop made of trained weights before the next step: source, by name
+        self.flags: dict[str, Tensor] = {} # that the loop set before the next step: value, by name
         self.inside = self.looked = False # a step runs; it has been looked at what was written before it
         self.optimizers = snapshot.optimizers
         watch = self.watch
@@ -83,11 +85,12 @@ class BetweenSteps:
     def look(self) -> tuple[str, ...]: # names; none: nothing, or it is a habit of the loop
         "Return what was written since the latest step; to be asked before a step, else it asks itself."
         if self.looked: return ()
-        self.looked, self.copies = True, {}
+        self.looked, self.copies, self.flags = True, {}, {}
         if self.writes != self.snapshot.writes: self.watch.renew()
         found = self.watch.start_of_step()
         if found is None: return ()
         if self.habits(found.after).issuperset(found.names): self._note(found)
+        elif found.how == "versions" and (flags := self._flags(found.names)): self.flags = flags
         elif found.how != "exchanged" and (copies := self._copies(found.names)): self.copies = copies
         else:
             self._note(found)
@@ -111,6 +114,12 @@ class BetweenSteps:
         names = [name for name in found.names if not name.startswith(tuple(f"{judge}." for judge in judges))]
         if names: self.suspect.append(found._replace(names=tuple(names)))
         if self.tell is not None and names: self.tell(", ".join(names[:3]))
+
+    def _flags(self, names: Sequence[str]) -> dict[str, Tensor]: # value, by name; empty: something else was written
+        tensors = tensors_of_parts(self.snapshot.objects)
+        found = {name: tensors[name] for name in names}
+        whole = all(t.numel() == 1 and not t.is_floating_point() and not t.is_complex() for t in found.values())
+        return {name: t.clone() for name, t in found.items()} if whole else {}
 
     def _copies(self, names: Sequence[str]) -> dict[str, str]: # source, by name; empty: something else was written
         return copies_of(names, tensors_of_parts(self.snapshot.objects), trained_by(self.optimizers))
@@ -249,7 +258,7 @@ class Repairs:
         with self.between.step(number):
             loss = self.recorder.run(step, batch, number, fetch, no_update, lr_factor, origin)
         noted = self.recorder.steps[-1]
-        noted.writes, noted.copies = self.between.counts, self.between.copies
+        noted.writes, noted.copies, noted.flags = self.between.counts, self.between.copies, self.between.flags
         return loss
 
     def is_due(self, number: int) -> bool: # calls of `watch`

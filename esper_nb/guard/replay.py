@@ -164,11 +164,13 @@ class Replay:
         return len(losses) == len(self.steps) and bool(trained) and math.isfinite(trained[-1])
 
     def follow(self, i: int) -> float: # place of the step
-        "Take one step after all steps before it: what the loop has copied in between, as into a target, is copied."
-        if copies := self.steps[i].copies:
+        "Take one step after all steps before it: what the loop has copied or switched in between, it finds so."
+        noted = self.steps[i]
+        if noted.copies or noted.flags:
             tensors = tensors_of_parts(self.objects)
             with torch.no_grad():
-                for name, source in copies.items(): tensors[name].copy_(tensors[source])
+                for name, source in noted.copies.items(): tensors[name].copy_(tensors[source])
+                for name, value in noted.flags.items(): tensors[name].copy_(value)
         return self.take(i)
 
     def look(
