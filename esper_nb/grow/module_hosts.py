@@ -435,9 +435,8 @@ def _input_hint(module: nn.Module, config: ModuleHostConfig, error: Exception) -
     "Say what to do with a network that takes several inputs, or that looks tokens up and is given numbers."
     if isinstance(error, TypeError): return _keyword_hint(module) or _OTHER_NETWORKS
     looks_up = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in module.modules())
-    if config.reads == "BCHW" and (config.shape or ())[1:] == (1, 1): return "; rows of numbers are reads='BC'"
-    if config.reads == "BL" or not looks_up or "indices" not in str(error): return ""
-    return f"; it looks tokens up: {LABELLED_TOKENS}"
+    if config.reads != "BL" and looks_up and "indices" in str(error): return f"; it looks tokens up: {LABELLED_TOKENS}"
+    return "; rows of numbers are reads='BC'" if config.reads == "BCHW" and (config.shape or ())[1:] == (1, 1) else ""
 
 @lru_cache(32)
 def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Explored: # factory: of that name, now

@@ -611,7 +611,7 @@ class StatsMemory:
     "Statistics as a part of a snapshot: their memory in four tensors, where their own state has one for every name."
     vetted = False # the anomalies include NaN
     def __init__(self, stats: LossStats):
-        self.stats = stats
+        self.stats, self.lanes = stats, stats.lanes # each lane is put back alone
 
     def state_dict(self) -> "dict[str, Tensor]":
         "Return tensors that share the memory."

@@ -143,7 +143,7 @@ def _total(grads: Sequence[Tensor], scale: Tensor | None) -> float:
     "Return the norm of gradients that may be sharded, divided by a scale; the only place that waits for a GPU."
     plain = [type(g) is Tensor and g.is_cpu and g.layout is torch.strided for g in grads]
     if plain and all(plain): # half the time of what follows
-        norm = math.hypot(*[n.item() for n in torch._foreach_norm(grads)]) # noqa: SLF001
+        norm = math.hypot(*[torch.linalg.vector_norm(g).item() for g in grads])
         return norm if scale is None else norm / float(scale)
     with torch.no_grad():
         found = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in grads]

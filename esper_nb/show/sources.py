@@ -387,7 +387,7 @@ class EnvSource(Source):
         learner: Learner, # on a `GrowVecEnv`
         updates: int | None = None, # number of further updates; default: those left in the learner's configuration
     ):
-        check(isinstance(learner, Learner), "learner", learner, "a Learner on a GrowVecEnv")
+        check(hasattr(learner, "stream"), "learner", learner, "a Learner on a GrowVecEnv")
         envs = learner.stream.envs.unwrapped
         if not isinstance(envs, GrowVecEnv):
             raise ValueError(f"envs={type(envs).__name__!r}: expected a GrowVecEnv; "
