@@ -288,6 +288,12 @@ def test_a_new_seed_starts_without_the_old_ones_momentum_and_a_fossil_keeps_its_
     assert not any(m[1].any() for m in momentum()) and all(torch.equal(a, m[0]) for a, m in zip(kept, momentum()))
 
 
+def test_a_host_that_is_frozen_is_an_owner_all_the_same():
+    model = new("cnn", 2, slots=["r0c1"])
+    for p in model.host.parameters(): p.requires_grad_(False)
+    assert model.live_lanes("host").tolist() == model.active()["host"].tolist() == [True, True]
+    with pytest.raises(ValueError, match="owner='hosts', expected one of host, r0c1"): model.live_lanes("hosts")
+
 def test_a_fading_seed_is_frozen_while_the_host_still_learns_through_it():
     model = new("cnn", 2, slots=["r0c0"], blueprints=["conv_light"])
     put_in(model, "r0c0", [0, 1], "conv_light", "holding"); opt = stepper(model)

@@ -290,13 +290,14 @@ class Growing(nn.Module):
         >>> model.live_lanes("host").tolist(), model.live_lanes("r0c1.norm").tolist()
         ([True, True], [False, False])
         """
-        check(owner in self.owners(), "owner", owner, f"one of {', '.join(self.owners())}")
+        known = ["host", *(k for k in self.owners() if k != "host")] # it may be frozen
+        check(owner in known, "owner", owner, f"one of {', '.join(known)}")
         name, _, part = owner.rpartition(".")
         return self.slot(name).in_use(part) if name else torch.ones(self.lanes, dtype=torch.bool)
 
     def active(self) -> dict[str, Tensor]: # owner -> (n,) bool
         "Return `live_lanes` of every owner, for the optimizers' step; only operations and ticks change it."
-        out = {"host": self.live_lanes("host")}
+        out = {"host": torch.ones(self.lanes, dtype=torch.bool)}
         for k in self.names:
             slot, states = self.slot(k), self.slot(k).states()
             parts = [b for b, bank in slot.banks.items() if any(p.requires_grad for p in bank.parameters())] + ["gate"]
