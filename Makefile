@@ -60,7 +60,7 @@ BY_FILES = OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest tests --dist loadfile --no-load
 
 unit: $(STAMP)  ## pytest over tests/ without matrices and browsers, two files at a time, those of what has changed first
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(BY_FILES) -n 2 -m "not slow and not browser"
+	@$(BY_FILES) -n 2 -m "not slow and not browser"
 
 notebooks: $(STAMP)  ## run every notebook in a kernel of its own and compare its text with what is stored (or NB=...)
 	@echo "== every notebook shows what is stored, figures of trainings aside"

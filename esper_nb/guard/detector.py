@@ -548,11 +548,9 @@ class LossStats:
         when = np.arange(max(0, last - _REMEMBERED), last) % _REMEMBERED
         return [(int(t), float(x)) for t, x in self.anomaly[lane, when]]
 
-    def copy(self) -> Self:
+    def copy(self) -> "LossStats":
         "Return statistics that share no memory with these."
-        out = type(self)(self.lanes)
-        out.load_state_dict(self.state_dict())
-        return out
+        return _stats_from(self.lanes, self.arrays)
 
     def state_dict(self) -> "dict[str, Tensor]":
         "Return every array as a tensor that shares its memory."
@@ -565,7 +563,7 @@ class LossStats:
             if k not in state: continue
             check(state[k].shape == v.shape, k, state[k].shape, "shape {}: a state of {} lanes", v.shape, len(v))
             v[...] = state[k].numpy()
-        self._single = None
+        self.forget_numbers()
 
     def forget_numbers(self):
         "Somebody has written into the memory: read all plain numbers anew."

@@ -341,15 +341,15 @@ class Signs:
         "A sentence about optimizers that have never stepped: the loop trains other weights, or with another optimizer."
         if self.latest is not None: return ""
         params = self.params()
-        bits = bits_of(params)
-        if self.first is None: self.first = self.batch(), bits
+        if self.first is None: self.first = self.batch(), bits_of(params)
         begin, then = self.first
         since = self.batch() - begin
         if since < SETTLED: return ""
         said = f"no optimizer among the parts has stepped in {since} batches"
         kinds = ", ".join(sorted({type(o).__name__ for o in self.others()}))
         if kinds: return f"{said}, and there is another one for these weights ({kinds}): make a Governor with that one"
-        if bits != then or any(p.grad is not None for p in params): return "" # without hooks, or gradients add up
+        moves = bits_of(params) != then
+        if moves or any(p.grad is not None for p in params): return "" # without hooks, or gradients add up
         return f"{said}, and nothing happens to their weights: if the loop trains others, make a Governor with those"
 
     def _after(self, optimizer: torch.optim.Optimizer, *_):

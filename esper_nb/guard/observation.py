@@ -292,9 +292,9 @@ class RiseObservation:
 # %% ../../nbs/guard/30_observation.ipynb #fall0002
 BREAKS = (5, 20) # multiple of chance, or of the first losses, that a run reaches only when it breaks
 WORSE = 1.05 # multiple of the loss of an untrained network; fresh weights are at 1, or a little above
-FALLEN = ("the loss exploded, and now it is that of a network that knows nothing: nothing is lost by going back, and "
-          "the learning rate is cut, since it would come to this again")
-FALLEN_BY_HAND = FALLEN.replace("is cut", "of your loop, which is in no optimizer here, should be cut")
+_FALLEN = ("the loss exploded, and now it is that of a network that knows nothing: nothing is lost by going back, and "
+           "the learning rate {}, since it would come to this again")
+FALLEN, FALLEN_BY_HAND = map(_FALLEN.format, ("is cut", "of your loop, which is in no optimizer here, should be cut"))
 
 class Fall:
     "Whether a single run has fallen back to where a network is that has not learnt."

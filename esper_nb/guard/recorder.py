@@ -64,9 +64,9 @@ class RunModes(NamedTuple):
             if p.requires_grad != bool(flag): p.requires_grad_(bool(flag))
 
 # %% ../../nbs/guard/24_recorder.ipynb #fcd7aae1
-def out_of_shared_memory(batch):
+def out_of_shared_memory(batch, tensors: Iterable[Tensor]): # all of them in it
     "Return a batch whose tensors hold no file descriptors: as they come from a worker, each holds one."
-    return own_copy(batch) if any(map(_is_shared, all_tensors_of(batch))) else batch
+    return own_copy(batch) if any(map(_is_shared, tensors)) else batch
 
 def _is_shared(t: Tensor) -> bool: return t.is_cpu and t.layout is torch.strided and t.is_shared()
 
@@ -385,7 +385,7 @@ class StepRecorder:
         "Return what is kept of a batch: copies of the first ones, since nobody knows yet whether they will change."
         tries = self.runs < COPIED_FIRST and is_data(batch)
         if not (tries or self.copying) or nbytes > self.nbytes // 8:
-            return own_copy(batch) if any(map(_is_shared, tensors)) else batch
+            return out_of_shared_memory(batch, tensors)
         if not self.copying: self.tried.append((batch, batch_digest(batch)))
         return own_copy(batch)
 
