@@ -422,6 +422,7 @@ def weights_in(
     return {k: t for k, t in tensors_in(tree, path).items()
             if isinstance(t, nn.Parameter) or t.requires_grad and t.is_leaf}
 
+# %% ../../nbs/core/09_parts.ipynb #c6ba8786
 def _with_arrays(tree, there: Mapping[str, np.ndarray], path: str = ""): # by path
     "Return a tree whose arrays are those that are there, with its values, where shape and type are the same."
     def inner(k, v): return _with_arrays(v, there, f"{path}.{k}" if path else str(k))
@@ -471,6 +472,7 @@ class _Memory:
         elif same_layout(obj, values): obj.data.copy_(values)
         else: obj.data = values.to(obj.device, copy=True)
 
+# %% ../../nbs/core/09_parts.ipynb #45d8cffe
 def as_stateful(
     obj, # with `state_dict` and `load_state_dict`; a tensor, array, dict, list, generator, pair of functions
     name: str = "part", # what its user calls it

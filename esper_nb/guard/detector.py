@@ -605,6 +605,7 @@ class LossStats:
         self.linear[lanes] = linear
         return linear
 
+# %% ../../nbs/guard/11_detector.ipynb #6cf94f9c
 class StatsMemory:
     "Statistics as a part of a snapshot: their memory in four tensors, where their own state has one for every name."
     vetted = False # the anomalies include NaN
@@ -627,6 +628,7 @@ def _stats_from(lanes: int, arrays: Mapping[str, np.ndarray]) -> LossStats:
     for k, v in arrays.items(): out.arrays[k][...] = v
     return out
 
+# %% ../../nbs/guard/11_detector.ipynb #4ab7a367
 class _SingleLane(NamedTuple):
     "State of `pass_healthy` for its lane in plain numbers, until the next refresh."
     config: DetectorConfig

@@ -259,6 +259,7 @@ class LoopBody:
             self.generators, self.results = [], []
             for table in self.tables: table.frame = None
 
+# %% ../../nbs/guard/08_loops.ipynb #715b3c51
 COUNTERS = (enumerate, zip, itertools.zip_longest, itertools.islice, itertools.accumulate, itertools.pairwise)
 
 def counter_around(
@@ -289,6 +290,7 @@ def loop_around(
     heads = [i for i in dis.get_instructions(code) if i.opname == "FOR_ITER"]
     return max((i.offset for i in heads if i.offset < at < i.argval), default=-1)
 
+# %% ../../nbs/guard/08_loops.ipynb #615fa9fb
 class Batches:
     "What a loop iterates over; everything else is that of its loader: length, sampler, state."
     def __init__(self, loader, iterate: Callable[[Any, FrameType], Iterator]): # over a loader, for a frame
