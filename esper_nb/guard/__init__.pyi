@@ -70,10 +70,11 @@ from .governor import (OWN_PARTS as OWN_PARTS, UNHEARD as UNHEARD, LEFT as LEFT,
     Governor as Governor)
 from .health import (LASTS as LASTS, JUMP as JUMP, STILL_NEAR as STILL_NEAR, SEEN as SEEN, LIKE as LIKE, LONG as LONG,
     STEEP as STEEP, UNUSED as UNUSED, SETTLED as SETTLED, RAISED as RAISED, LEAP as LEAP, GROWN as GROWN,
-    OFTEN as OFTEN, SHARE as SHARE, StateHealth as StateHealth, Bands as Bands, BufferBands as BufferBands,
-    PlainState as PlainState, LossCourse as LossCourse, Sign as Sign, Signs as Signs, is_steep as is_steep,
-    Leap as Leap, RateCourse as RateCourse, other_optimizers as other_optimizers, forget_ruined as forget_ruined,
-    UpdateWatch as UpdateWatch, Beside as Beside, StateJudge as StateJudge)
+    HUGE as HUGE, SWOLLEN as SWOLLEN, ABSURD as ABSURD, OFTEN as OFTEN, SHARE as SHARE, StateHealth as StateHealth,
+    Bands as Bands, BufferBands as BufferBands, PlainState as PlainState, LossCourse as LossCourse, Sign as Sign,
+    Signs as Signs, is_steep as is_steep, Leap as Leap, RateCourse as RateCourse,
+    other_optimizers as other_optimizers, forget_ruined as forget_ruined, UpdateWatch as UpdateWatch,
+    Beside as Beside, StateJudge as StateJudge)
 from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, STOPS as STOPS,
     ABSENT_VARIABLE as ABSENT_VARIABLE, COUNTERS as COUNTERS, BodyNames as BodyNames, uses_of as uses_of,
     FrameVariables as FrameVariables, write_back as write_back, LoopBody as LoopBody,

@@ -226,7 +226,8 @@ class GoodStates:
         self.snapshot, self.losses, self.rates = snapshot, losses, rates
         self.files = files
         self.probation = Probation()
-        self.early: int | None = None # number of a state that was published before its probation was over
+        self.early: tuple[int, int] | None = None # number of a state that was published before its probation was over,
+            # and calls of `watch` until then
         self.kept: tuple[SavedState, SavedAt] | None = None # from before the latest change that was accepted
 
     def here(self) -> SavedAt:
@@ -270,8 +271,10 @@ class GoodStates:
 
     def doubt_early(self) -> bool: # False: there is nothing to doubt
         "Go back to the state before one that was published before its time, and has led to a failure again."
-        early, self.early = self.early, None
-        if early != self.snapshot.version[0] or not self.snapshot.step_back(): return False
+        early = self.early
+        if early is None or early[1] == self.losses.watched: return False # for the sake of this very failure
+        self.early = None
+        if early[0] != self.snapshot.version[0] or not self.snapshot.step_back(): return False
         self._write()
         return True
 
@@ -300,7 +303,7 @@ class GoodStates:
         "Publish the snapshot on probation before its time, if it is there and finite, and no process doubts it."
         bad, held = self.snapshot.find_late(wait=True), self.snapshot.banks.held[0]
         if agree(doubted or bool(bad) or held is None) or held is None: return
-        self.early = held.number
+        self.early = held.number, self.losses.watched
         self.publish(None)
 
     def discard(self):

@@ -532,14 +532,14 @@ class Snapshot:
         return tuple(found)
 
     @torch.no_grad()
-    def growth(self) -> float: # 1: as large; infinite: not finite
-        "Return how much larger the weights are, as one vector, than those of the published state."
+    def weight_norms(self) -> tuple[float, float]: # infinite: not finite
+        "Return the norm of the weights, as one vector, and that of the same weights in the published state."
         good = self.good_state()
         pairs = [] if good is None else [(t, good.bank[k]) for k, t in _weights(read_parts(self.parts, self.n))
                                          if k in good.bank]
-        if not pairs: return 1.
-        now, then = (float(get_total_norm([t.double() for t in column])) for column in zip(*pairs))
-        return now / then if then and np.isfinite(now) else np.inf
+        if not pairs: return 0., 0.
+        now, then = (_norm_of(column) for column in zip(*pairs))
+        return now if np.isfinite(now) else np.inf, then
 
     def is_apart(self) -> bool:
         "Return whether processes that started with equal weights have diverged; every process must call it."
@@ -1177,6 +1177,12 @@ def _weights_of(live: LiveState) -> float:
     words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [t.contiguous().view(words[t.element_size()]).sum(dtype=torch.int64) for t in params if not t.is_complex()]
     return float(sum(int(s) * (2 * i + 1) for i, s in enumerate(sums)) % 2**52)
+
+def _norm_of(tensors: Sequence[Tensor]) -> float:
+    "Return the norm of tensors as one vector; squares that overflow are computed once more, with more bits."
+    usual = (torch.float32, torch.float64)
+    norm = float(get_total_norm([t if t.dtype in usual else t.double() for t in tensors]))
+    return norm if np.isfinite(norm) else float(get_total_norm([t.double() for t in tensors]))
 
 def _weights(live: LiveState) -> list[tuple[StateKey, Tensor]]:
     "Return the parameters of all modules."
