@@ -66,6 +66,7 @@ class NormHistory:
     seen: int = 0 # norms so far
     alarm: int = 0 # updates for which the strict limit is in force
     record: float = 0. # highest multiple of the usual norm in any finished block without an alarm
+    largest: float = 0. # of all norms so far
     exceeded: float = math.inf # the limit that a norm was last above
 
     @property
@@ -100,7 +101,7 @@ class NormHistory:
             halvings, self.alarm, self.exceeded = math.ceil(math.log2(norm / usual)), c.hold + 1, limit
         if self.alarm and usual is not None:
             norm, self.alarm = min(norm, c.strict * usual), self.alarm - 1
-        self.peak, self.seen = max(self.peak, norm), self.seen + 1
+        self.peak, self.largest, self.seen = max(self.peak, norm), max(self.largest, norm), self.seen + 1
         if self.seen % c.block == 0:
             if usual is not None and not self.alarm: self.record = max(self.record, self.peak / usual)
             self.peaks, self.peak = [*self.peaks, self.peak][-c.blocks:], 0.
@@ -108,7 +109,8 @@ class NormHistory:
 
     def state_dict(self) -> dict:
         "Plain numbers."
-        return dict(peaks=list(self.peaks), peak=self.peak, seen=self.seen, alarm=self.alarm, record=self.record)
+        return dict(peaks=list(self.peaks), peak=self.peak, seen=self.seen, alarm=self.alarm, record=self.record,
+                    largest=self.largest)
 
 # %% ../../nbs/guard/17_gate.ipynb #60e8f21b
 def once_there_are_gradients(

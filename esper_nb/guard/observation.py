@@ -629,9 +629,8 @@ class RunCheckup:
     ) -> tuple[tuple[Report, ...], tuple[str, ...]] | None: # what was done; what only a rollback mends; None: nothing
         "Look at the buffers, and mend those that have jumped."
         if self.run.ranks or not self.observed.calm: return None
-        keeps_batches = self.recovery.repairs.keeps_batches # then what was written is found by steps that are repeated
-        if not keeps_batches and (huge := self.state.find_huge(unseen=self.run.good.probation.is_due(config))):
-            return (), huge
+        keeps_batches, due = self.recovery.repairs.keeps_batches, self.run.good.probation.is_due(config)
+        if bad := self.state.find_impossible(keeps_batches, unseen=due): return (), bad
         self.comparison.calibration.begin(tuple(self.run.losses.recent))
         health, probation = self.state.health, self.run.good.probation
         jumped = health.find_jumps()
@@ -779,8 +778,8 @@ class RunJudge:
         reason, patience = verdict.reason(0), patience_of(config)
         seen = m
         m = m._replace(reasons={0: reason}, verdict=verdict)
-        huge = () if self.repairs.keeps_batches else self.state.find_huge(exploded=reason == "explosion")
-        if huge: return PhaseMove.FAIL, m.of_state(huge)
+        bad = self.state.find_impossible(self.repairs.keeps_batches, exploded=reason == "explosion")
+        if bad: return PhaseMove.FAIL, m.of_state(bad)
         if reason == "non-finite":
             if self.state.is_harmless(m, patience, config): return self._follow_lost(seen, config)
             m = self.state.in_vain(m, patience, config)

@@ -1,11 +1,14 @@
-"Weights of no sensible size: one flipped bit of an exponent is 1e38, which is finite, and which no loss has to show."
+"""What cannot be true, whatever the loss says: weights of no sensible size, moments that no gradients can have made.
+
+One flipped bit of an exponent is 1e38, which is finite, and which no loss has to show.
+"""
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esper_nb.guard import Governor
+from esper_nb.guard import Governor, beyond_gradients, length_of_moments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,7 +59,7 @@ def test_a_flipped_bit_is_undone_within_eight_losses_whatever_the_loss_says(tens
     run.train(120)
     report, = run.train(8, before=lambda run: flip(tensor(run)))
     assert (report.action, report.reason, report.restored_batch) == ("rollback", "state", 100)
-    assert "times those of the good state" in report.bad_state[0]
+    assert any(what in report.bad_state[0] for what in ("times those of the good state", "can have made of them"))
     assert len(run.train(60)) == 1 and max(p.abs().max() for p in run.net.parameters()) < 10
 
 
@@ -135,3 +138,116 @@ def test_a_loss_that_is_nan_because_of_a_huge_weight_is_no_harmless_one(dtype):
         governor.watch(loss)
     report, = governor.reports
     assert (report.reason, report.batch, report.restored_batch) == ("state", 70, 50)
+
+
+OPTIMIZERS = dict(
+    sgd=lambda p: torch.optim.SGD(p, .02, momentum=.9), nesterov=lambda p: torch.optim.SGD(
+        p, .02, momentum=.9, nesterov=True, weight_decay=1e-2), adam=lambda p: torch.optim.Adam(p, 1e-3),
+    adamw=lambda p: torch.optim.AdamW(p, 1e-3), nadam=lambda p: torch.optim.NAdam(p, 1e-3),
+    radam=lambda p: torch.optim.RAdam(p, 1e-3), adamax=lambda p: torch.optim.Adamax(p, 1e-3),
+    rmsprop=lambda p: torch.optim.RMSprop(p, 1e-3))
+BOUNDED = {"momentum_buffer", "exp_avg", "exp_avg_sq", "square_avg"}
+
+
+def garbage(t): t.copy_(torch.randn(t.shape).abs() * (60 * t.square().mean().sqrt() + 1e-3))
+def times_1e4(t): t.mul_(1e4)
+
+
+class Classes:
+    def __init__(self, kind, way="watch"):
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 6))
+        self.opt = OPTIMIZERS[kind](self.net.parameters())
+        self.kinds = torch.randn(6, 16)
+        self.governor, self.way = Governor(self.net, self.opt), way
+
+    def step(self, batch):
+        x, y = batch
+        self.opt.zero_grad()
+        loss = F.cross_entropy(self.net(x), y)
+        loss.backward()
+        self.opt.step()
+        return loss
+
+    def train(self, steps):
+        for _ in range(steps):
+            y = torch.randint(6, (32,))
+            batch = self.kinds[y] + 2.5 * torch.randn(32, 16), y
+            if self.way == "run": self.governor.run(self.step, batch)
+            else: self.governor.watch(self.step(batch))
+        return list(self.governor.reports)
+
+    @torch.no_grad()
+    def change(self, how, names=BOUNDED):
+        for s in self.opt.state.values():
+            for name in names & s.keys(): how(s[name])
+
+
+@pytest.mark.parametrize("kind", [k if k in ("sgd", "adam", "rmsprop") else pytest.param(k, marks=pytest.mark.slow)
+                                  for k in OPTIMIZERS])
+@pytest.mark.parametrize("how,way", [(garbage, "watch"), pytest.param(times_1e4, "watch", marks=pytest.mark.slow),
+                                     pytest.param(times_1e4, "run", marks=pytest.mark.slow), (garbage, "run")])
+def test_moments_that_no_gradients_can_have_made_are_undone(kind, how, way):
+    run = Classes(kind, way)
+    run.train(120)
+    run.change(how)
+    report, = run.train(30)
+    assert (report.action, report.reason, report.restored_batch) == ("rollback", "state", 100)
+    assert "can have made" in report.bad_state[0]
+    if way == "run": assert report.cause == "external"
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_moments_are_never_longer_than_gradients_can_have_made_them(kind):
+    "Also where all gradients point the same way, are as long as the longest, or were long once."
+    for sizes in ([1.] * 300, [100.] * 9 + [1.] * 300, [1., 30.] * 150):
+        p = nn.Parameter(torch.full((50,), 3.))
+        optimizer, towards, longest = OPTIMIZERS[kind]([p]), F.normalize(torch.randn(50), dim=0), 0.
+        for size in sizes:
+            p.grad = size * towards
+            longest = max(longest, float(p.grad.norm()))
+            optimizer.step()
+            assert beyond_gradients(optimizer, longest) <= 1 + 1e-5
+        assert length_of_moments(optimizer) > .2 * sizes[-1]
+
+
+@pytest.mark.parametrize("kind", ["nesterov", "adam", "rmsprop"])
+@pytest.mark.parametrize("how", [torch.zero_, lambda t: t.mul_(1.5)], ids=["zero", "grown"])
+def test_moments_that_are_set_back_or_corrected_on_purpose_stay(kind, how):
+    run = Classes(kind)
+    run.train(120)
+    run.change(how)
+    assert not run.train(60)
+
+
+@pytest.mark.parametrize("kind", ["nesterov", "adam", "rmsprop"])
+def test_moments_from_before_the_governor_are_no_proof(kind):
+    "They may be of gradients that were a hundred times as long; a write afterwards is not to blame."
+    run = Classes(kind)
+    for _ in range(9):
+        for p in run.net.parameters(): p.grad = 3 * torch.randn_like(p)
+        run.opt.step()
+    for p in run.net.parameters(): nn.init.normal_(p, 0, .1)
+    run.governor = Governor(run.net, run.opt)
+    run.train(3)
+    with torch.no_grad(): run.net[0].weight.clamp_(-.2, .2)
+    assert not any(r.reason == "state" for r in run.train(40))
+
+
+def test_a_momentum_that_a_schedule_moves_is_no_proof():
+    p = nn.Parameter(torch.zeros(50))
+    optimizer = torch.optim.SGD([p], .1, momentum=.95)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, .1, total_steps=200)
+    for _ in range(199):
+        p.grad = torch.ones(50)
+        optimizer.step()
+        schedule.step()
+        assert beyond_gradients(optimizer, 50 ** .5) <= 1 + 1e-5
+
+
+def test_optimizers_of_other_kinds_say_nothing():
+    p = nn.Parameter(torch.ones(3))
+    for optimizer in (torch.optim.Adagrad([p]), torch.optim.SGD([p], .1, momentum=1.), torch.optim.SGD([p], .1)):
+        p.grad = torch.ones(3)
+        optimizer.step()
+        assert length_of_moments(optimizer) == beyond_gradients(optimizer, 1e-9) == 0
