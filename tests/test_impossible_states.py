@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esper_nb.guard import Governor, beyond_gradients, length_of_moments
+from esper_nb.guard import Governor, beyond_gradients, beyond_squares, length_of_moments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -251,3 +251,33 @@ def test_optimizers_of_other_kinds_say_nothing():
         p.grad = torch.ones(3)
         optimizer.step()
         assert length_of_moments(optimizer) == beyond_gradients(optimizer, 1e-9) == 0
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "nadam", "radam"])
+@pytest.mark.parametrize("betas", [(.9, .999), (.5, .9), (.9, .95), (0., .99)])
+def test_a_mean_of_gradients_is_bounded_by_the_mean_of_their_squares(kind, betas):
+    "Steady gradients, rare ones, a single spike, all signs; the bound is nearly reached by gradients that grow."
+    torch.manual_seed(0)
+    ratio = betas[0] / betas[1]
+    rows = dict(steady=torch.ones(200, 1), rare=(torch.rand(200, 1) < .05).float(), noise=torch.randn(200, 1),
+                spike=torch.eye(200)[:, 5:6], grows=torch.logspace(-200, 0, 200, base=1 / max(ratio, .5)).flip(0)[:, None],
+                small=1e-25 * torch.ones(200, 1))
+    grads, largest = torch.cat(list(rows.values()), 1), 0.
+    p = nn.Parameter(torch.zeros(len(rows)))
+    optimizer = OPTIMIZERS[kind]([p])
+    for group in optimizer.param_groups: group["betas"] = betas
+    for grad in grads:
+        p.grad = grad.clone()
+        optimizer.step()
+        largest = max(largest, beyond_squares(optimizer))
+        assert largest <= 1 + 1e-4
+    assert largest > .3
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "nadam", "radam"])
+def test_squares_that_were_lost_are_undone_before_many_updates_divide_by_them(kind):
+    run = Classes(kind)
+    run.train(120)
+    run.change(lambda t: t.mul_(1e-6), {"exp_avg_sq"})
+    report, = run.train(30)
+    assert (report.reason, report.restored_batch) == ("state", 100)
