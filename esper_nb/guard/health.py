@@ -36,7 +36,7 @@ from .reports import NAN_AGAIN, GovernorConfig, Report, logger, ordinal
 from .responses import GuardedRun, Moment
 from .rises import is_clearly_above
 from .snapshots import Snapshot, forget_state, owned_by, trained_by
-from .writes import Memories, StateWatch, plain_weights
+from .writes import Memories, StateWatch, plain_weights, tensors_of_parts
 
 # %% ../../nbs/guard/29_health.ipynb #2e874615
 LASTS = 12 # looks at a buffer that jumps again and again, after which that is its new level
@@ -327,9 +327,11 @@ class Signs:
         recent: Sequence[float] = (), # the latest losses, always
         aside: Callable[[], bool] = bool, # whether old weights are in place, with the Governor's own rates
         largest: Callable[[torch.optim.Optimizer], float] = lambda optimizer: 0., # norm of its gradients; 0: not known
+        mend: Callable[[torch.optim.Optimizer], bool] = lambda optimizer: False, # its moments; False: that failed
     ):
         self.batch, self.recent = batch, recent
         self.largest, self.beyond = largest, dict[int, Sign]() # by writes of the Governor: what cannot be true
+        self.mend, self.mended = mend, list[Sign]() # and what was mended before an update has used it
         self.begun: dict[int, float] = {} # by id of the optimizer: what its moments say of gradients before the first
         self.writes, self.aside = writes, aside
         self.seen: deque[Sign] = deque(maxlen=256)
@@ -349,15 +351,24 @@ class Signs:
         "Note a sign of now; one that somebody else has seen is an update that the gate has scaled down."
         self.seen.append(Sign(batch=self.batch(), kind=kind, what=what, before=tuple(self.recent)))
 
-    def add_written(self, what: str, optimizers: Iterable[torch.optim.Optimizer]):
+    def add_written(
+        self,
+        what: str, # names
+        optimizers: Iterable[torch.optim.Optimizer], # whose moments may have been written, too
+        mend: bool = False, # moments that cannot be true: no update has used them yet
+    ):
         "Note a write between two steps; the first times look whether moments can be what updates have made."
         self.add("written", what)
         if sum(s.kind == "written" for s in self.seen) > 2 * LASTS: return # a habit
         for o in optimizers:
             largest = self.largest(o) and max(self.largest(o), self.begun.get(id(o), math.inf))
             times = beyond_gradients(o, largest)
-            text = f"moments of {type(o).__name__}: {times:.3g} times what any gradients so far can have made of them"
-            if times > MADE: self.beyond = {self.writes(): self.seen[-1]._replace(what=text)}
+            much = "over a million" if times > 1e6 else f"{times:.3g}"
+            text = f"moments of {type(o).__name__}: {much} times what any gradients so far can have made of them"
+            if times <= MADE: continue
+            sign = self.seen[-1]._replace(what=text)
+            if mend and self.mend(o): self.mended.append(sign)
+            else: self.beyond = {self.writes(): sign}
 
     @property
     def impossible(self) -> Sign | None: # None: nothing, or it was undone
@@ -400,9 +411,9 @@ class Signs:
         if mine not in self.begun: self.begun[mine] = length_of_moments(optimizer)
         if self.relieved or self.known[mine] != self.writes(): watch.renew()
         elif (found := watch.start_of_step()) is not None:
-            self.add_written(", ".join(found.names[:3]), [optimizer])
+            self.add_written(", ".join(found.names[:3]), [optimizer], mend=True)
         elif put := self.memories[mine].exchanged():
-            self.add_written(f"the data of {len(put)} weights", [optimizer])
+            self.add_written(f"the data of {len(put)} weights", [optimizer], mend=True)
         if self.aside(): return
         rates = rates_of(optimizer)
         course = self.courses.get(mine)
@@ -540,7 +551,8 @@ class UpdateWatch:
         if self.gate is not None: snapshot.add(update_gate=self.gate)
         if optimizers:
             self.signs = Signs(optimizers, batch=lambda: losses.watched, writes=lambda: snapshot.writes,
-                               recent=losses.recent, aside=aside, largest=partial(_largest, self.gate))
+                               recent=losses.recent, aside=aside, largest=partial(_largest, self.gate),
+                               mend=partial(_mend, snapshot))
         for hooked in (self.gate, self.signs): # for as long as this object lives
             if hooked is not None: weakref.finalize(self, quiet_hooks, hooked.handles)
 
@@ -613,6 +625,12 @@ class UpdateWatch:
         "Return the latest write of what no updates can have made."
         return None if self.signs is None else self.signs.impossible
 
+    def take_mended(self) -> list[Sign]:
+        "Return the moments that were put back before an update has used them, since the last call."
+        if self.signs is None or not self.signs.mended: return []
+        mended, self.signs.mended = self.signs.mended, []
+        return mended
+
     def written_since(self, good: int) -> Sign | None: # batch of the good state; None: nothing, or again and again
         "Return what was written first between two steps since the good state, past the optimizers."
         new = () if self.signs is None or self.unused else self.signs.since(good)
@@ -640,6 +658,12 @@ def _largest(gate: UpdateGate | None, optimizer: torch.optim.Optimizer) -> float
     "Return the largest gradient norm so far."
     if gate is None: return 0.
     return gate.sides[id(optimizer)].history.largest
+
+def _mend(snapshot: Snapshot, optimizer: torch.optim.Optimizer) -> bool: # whether they were there
+    "Put back the moments of an optimizer, and nothing else."
+    name = next(k for k, o in snapshot.objects.items() if o is optimizer)
+    of = MEANS[type(optimizer)]
+    return snapshot.mend([k for k in tensors_of_parts({name: optimizer}) if k.rpartition(".")[2] in of[:2]])
 
 def _names(snapshot: Snapshot) -> list[tuple[str, Tensor]]: # of all parameters
     models = {k: m for k, m in snapshot.objects.items() if isinstance(m, torch.nn.Module)}
@@ -861,6 +885,11 @@ class StateJudge:
         self.health.waits(True) # with the next snapshot, whether it jumps once more
         if again & (again - 1): return () # the first, the second, the fourth ... are reported
         return (self._file_mended("buffers", tuple(jumped), names, config),)
+
+    def file_mended_moments(self, config: GovernorConfig) -> tuple[Report, ...]:
+        "File the moments that were put back before an update has used them."
+        what = tuple(sign.what for sign in self.updates.take_mended())
+        return (self._file_mended("moments", what, (), config),) if what else ()
 
     def mend_moments(self, bad: tuple[str, ...], replays: bool, config: GovernorConfig) -> bool: # tensors, not finite
         "Where only moments of an optimizer are not finite, restore these alone, so that no batch is lost."
