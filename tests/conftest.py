@@ -117,6 +117,10 @@ def only_what_is_new():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    "Libraries in C++ count what is left at the end of the process, and complain of it."
+    gc.unfreeze()
+
 @pytest.fixture(scope="module")
 def one_thread():
     "One thread inside operations while a file's tests run: `pytestmark = pytest.mark.usefixtures(\"one_thread\")`."
