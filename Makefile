@@ -55,8 +55,9 @@ pages: $(STAMP)  ## run the notebooks that have changed to their ends (or NB="nb
 	@echo "== notebooks that have changed run"
 	@$(BIN)/python scripts/notebooks.py quick $(NB)
 
-# In the order of tests/conftest.py; threads that wait for work sleep, since other files need their cores.
-BY_FILES = OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest tests --dist loadfile --no-loadscope-reorder --durations=10
+# In the order of tests/conftest.py; threads that wait for work sleep, since other files need their cores. What runs
+# cells of notebooks takes two seconds to import, in each process.
+BY_FILES = OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest tests -p no:nbval --dist loadfile --no-loadscope-reorder --durations=10
 
 unit: $(STAMP)  ## pytest over tests/ without matrices and browsers, two files at a time, those of what has changed first
 	@echo "== tests"

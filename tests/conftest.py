@@ -1,8 +1,10 @@
 "Markers, a visible reason where a test cannot run, and fixtures that several files share."
 import gc
+import importlib
 import logging
 import os
 import signal
+import sys
 import warnings
 from collections import defaultdict
 
@@ -104,12 +106,20 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"A pretended device has {limits}.")
 
 
+# Imports and tests make many objects that live on: cycles among them are looked for less often, as in a training loop.
+gc.set_threshold(50_000, 20, 50)
+
 @pytest.fixture(scope="module", autouse=True)
 def only_what_is_new():
     "What a file finds, torch above all, is not looked through again whenever its tests collect garbage."
+    if "torch" in sys.modules: importlib.import_module("torch._dynamo") # or the first optimizer does
     gc.collect()
     gc.freeze()
 
+
+def pytest_unconfigure():
+    "Libraries in C++ count what is left at the end of the process, and complain of it."
+    gc.unfreeze()
 
 @pytest.fixture(scope="module")
 def one_thread():

@@ -3,6 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
+from tiny import update
 
 from esper_nb.core import LaneAttention, by_lane, lane_state, num_lanes, reset_lanes, take_lanes, unfold
 from esper_nb.grow import (
@@ -83,8 +84,7 @@ def test_first_steps_reach_every_parameter(family, name):
         target = torch.roll(x, 1, DIM[family]) * 1.5
         first, losses = [p.detach().clone() for p in m.parameters()], []
         for _ in range(30):
-            loss = F.mse_loss(m(x), target)
-            opt.zero_grad(); loss.backward(); opt.step()
+            loss = update(opt, F.mse_loss(m(x), target))
             losses.append(loss.item())
         assert losses[-1] < losses[0]
         still = [k for a, (k, p) in zip(first, m.named_parameters()) if torch.equal(a, p)]

@@ -1,5 +1,5 @@
 "An incident is replayed from its good state, exactly, and the one change that cures it names the cause."
-import copy, math, os, random, threading
+import copy, functools, math, os, random, threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -213,23 +213,32 @@ def spell(loop, k, xy):
 def end_of(fault, **options):
     "A run to its end, whatever happens."
     loop = Loop(**options)
+    loop.heard = []
+    loop.gov.callbacks.append(loop.heard.append)
     loop.train(fault=fault, until_reported=False)
     return loop
 
+@functools.cache
+def ended(fault):
+    "The same once for all that only look at it, with the reports of that time."
+    loop = end_of(fault)
+    return loop, list(loop.gov.reports), loop.state()[:4]
+
 def test_a_run_that_was_disturbed_ends_as_the_one_that_was_not_to_the_bit():
     "Whether the loss shows it at once (NaN, a flipped bit), or has come back by itself (weights almost gone)."
-    clean = end_of(None)
-    assert not clean.gov.reports
+    _, reports, clean = ended(None)
+    assert not reports
     for fault in (nan, flip, shrunk):
-        loop = end_of(fault)
-        report, = loop.gov.reports
+        loop, (report,), state = ended(fault)
         assert report.cause == "external" and report.redone > 0 and report.lost is None, fault
+        assert same(state, clean), fault
         assert loop.gov.explain().cause == "external" # asked again: what was redone is not what happened
-        assert same(loop.state()[:4], clean.state()[:4]), fault
-    assert end_of(shrunk, config=CONFIG.replace(redo=False)).gov.recorder is not None
+        assert same(loop.state()[:4], clean), fault
+    report, = end_of(nan, config=CONFIG.replace(redo=False)).gov.reports
+    assert report.cause == "external" and not report.redone
 
 def test_batches_that_are_to_blame_are_all_that_is_lost():
-    report, = end_of(wrong).gov.reports
+    _, (report,), _ = ended(wrong)
     assert report.cause == "data" and report.lost == (AT, AT + 19)
     assert report.redone == report.batch + 1 - 20 - report.restored_step
 
@@ -295,20 +304,17 @@ def test_a_schedule_that_begins_again_had_no_spell():
     assert not has_spell([*cosine[2:], *cosine[:3]]) # from near the top of a cycle to near the top of the next one
     assert has_spell([.01] * 4 + [.1] * 4 + [.01] * 4)
 
-def test_a_rollback_by_hand_is_not_redone():
+def test_callbacks_hear_of_an_incident_once_and_with_its_cause():
+    for fault in (nan, shrunk, wrong): # at once, when the loss is back, during a comparison
+        loop, reports, _ = ended(fault)
+        assert loop.heard == reports and reports[0].cause and reports[0].redone > 0, fault
+
+def test_a_rollback_by_hand_is_heard_of_and_not_redone():
     loop = end_of(None)
     good = loop.gov.snapshot.good_state().bank["model", "0.weight"].clone()
     report, = loop.gov.rollback()
     assert report.redone == 0 and torch.equal(loop.net[0].weight, good)
-
-def test_callbacks_hear_of_an_incident_once_and_with_its_cause():
-    for fault in (nan, shrunk, wrong): # at once, when the loss is back, during a comparison
-        loop, heard = Loop(), []
-        loop.gov.callbacks.append(heard.append)
-        loop.train(fault=fault, until_reported=False)
-        assert heard == list(loop.gov.reports) and heard[0].cause and heard[0].redone > 0, fault
-    report, = loop.gov.rollback()
-    assert report == heard[-1] == loop.gov.reports[-1] and report.cause == "healthy"
+    assert [report] == loop.heard == list(loop.gov.reports) and report.cause == "healthy"
 
 def test_callbacks_that_fail_are_noted_beside_the_cause():
     loop = Loop()

@@ -167,15 +167,6 @@ def test_a_comparison_that_is_stopped_says_what_it_keeps_and_goes_on_from_there(
     assert "seed 1: kept from before" in capsys.readouterr().err and not (tmp_path/"c.seeds").exists()
     assert {p.seed for p in Comparison.load(tmp_path/"c.json").plays} == {0, 1, 2}
 
-def test_fit(tmp_path, capsys, no_pictures):
-    options = ["--set", "lanes=2", "--set", "epochs=2", "--inject", "nan:1:1"]
-    assert main(["fit", "digits", *options, "--out", str(tmp_path)]) == 0
-    rows = read_rows(tmp_path/"digits/rows.jsonl")
-    assert "test accuracy" in capsys.readouterr().out
-    assert [r["governor.reason"] for r in rows if r["kind"] == "governor"] == ["non-finite"]
-    assert main(["resume", str(tmp_path/"digits")]) == 0 and "is finished" in capsys.readouterr().out
-    assert main(["report", str(tmp_path/"digits")]) == 0
-
 SMALLEST = ("env.num_envs=2", "env.horizon=2", "env.limit=64", "env.workers=1", "ppo.num_steps=2",
             "ppo.num_minibatches=1", "ppo.num_updates=1")
 
@@ -297,10 +288,14 @@ def test_a_shell_completes_commands_options_and_choices(shell, capsys):
     script = capsys.readouterr().out
     assert all(word in script for word in ("compare", "comparison", "keep-default-allocator"))
 
-def test_a_fit_ends_with_its_incidents(tmp_path, capsys):
+def test_a_fit_ends_with_its_incidents_and_can_be_reported(tmp_path, capsys, no_pictures):
     options = ["--set", "lanes=3", "--set", "epochs=3", "--inject", "nan:1:1", "--inject", "corrupt-batch:2:2"]
-    assert main(["fit", "digits", *options, "--quiet", "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
+    assert main(["fit", "digits", *options, "--out", str(tmp_path)]) == 0
+    said, rows = capsys.readouterr().out, read_rows(tmp_path/"digits/rows.jsonl")
+    assert "test accuracy" in said
+    assert [r["governor.reason"] for r in rows if r["kind"] == "governor" and r["lane"] == 1] == ["non-finite"]
+    assert main(["resume", str(tmp_path/"digits")]) == 0 and "is finished" in capsys.readouterr().out
+    assert main(["report", str(tmp_path/"digits")]) == 0
     incidents = said[said.index("incidents"):]
     assert re.search(r"incidents  \d\n +lane 1, epoch 1: non-finite → rollback, back at step \d+; ends at [\d.]+ pp, "
                      r"the other lanes at [\d.]+ to [\d.]+\n", incidents), said

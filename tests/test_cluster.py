@@ -6,10 +6,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from test_workers import descendants, needs_ray, ray
+from test_workers import HAS_RAY, descendants, needs_ray
 from test_workers_runs import SMALL, assert_same_run
 
 from esper_nb.run import main
@@ -133,7 +134,7 @@ def test_nodes_get_the_code_that_they_lack_and_name_what_is_missing(nodes, tmp_p
     assert refused.startswith("on machine ") and "/data/mine.csv" in refused
 
 
-@pytest.mark.skipif(ray is not None and tuple(map(int, ray.__version__.split(".")[:2])) < (2, 52),
+@pytest.mark.skipif(HAS_RAY and tuple(map(int, version("ray").split(".")[:2])) < (2, 52),
                     reason="this version of Ray knows no tokens")
 def test_a_shell_without_the_token_is_told_why_it_cannot_join(nodes):
     env = {k: v for k, v in nodes.env.items() if not k.startswith("RAY_AUTH")} | dict(RAY_ADDRESS=nodes.address)

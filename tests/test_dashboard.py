@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from tiny import update
 
 import esper_nb.show.dashboard as dashboard_module
 from esper_nb.core import by_lane, lane_state
@@ -344,8 +345,7 @@ def loop_source(total=200, **kw):
     def loop(disturb):
         while True:
             a, b = disturb(x, y)
-            loss = torch.nn.functional.cross_entropy(net(a), b)
-            opt.zero_grad(); loss.backward(); opt.step()
+            loss = update(opt, torch.nn.functional.cross_entropy(net(a), b))
             yield loss
     rhythm = GovernorConfig(snapshot_every=10, probation=10)
     return LoopSource(loop, Governor(net, opt, chance_loss=1.0986, config=rhythm),
@@ -719,9 +719,7 @@ def test_a_loop_that_hands_over_its_batches_shows_cause_and_what_was_redone(run)
     governor = Governor(net, opt, chance_loss=1.0986, config=GovernorConfig(snapshot_every=10, probation=10))
     x, y = torch.randn(64, 8), torch.randint(3, (64,))
     def step(batch):
-        loss = torch.nn.functional.cross_entropy(net(batch[0]), batch[1])
-        opt.zero_grad(); loss.backward(); opt.step()
-        return loss
+        return update(opt, torch.nn.functional.cross_entropy(net(batch[0]), batch[1]))
     def loop(disturb):
         while True: yield governor.run(step, disturb(x, y))
     s = run(LoopSource(loop, governor, net, opt, 100))

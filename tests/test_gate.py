@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ranks import fork_ranks
 from torch import nn
 from torch.nn import functional as F
+from tiny import update
 
 from esper_nb.guard import Governor, GovernorConfig
 from esper_nb.guard.gate import GateConfig, NormHistory, UpdateGate, name_nonfinite, measure_norm
@@ -539,11 +540,7 @@ def test_a_governor_that_is_collected_during_a_step_does_not_end_it():
     opt = torch.optim.SGD(net.parameters(), lr=.1)
     def steps(governor, count):
         for _ in range(count):
-            loss = net(torch.randn(8, 4)).square().mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            governor.watch(loss)
+            governor.watch(update(opt, net(torch.randn(8, 4)).square().mean()))
     config = GovernorConfig(background=True)
     def given_up(): steps(Governor(net, opt, chance_loss=None, config=config), 3)
     def collect(*_): gc.collect()

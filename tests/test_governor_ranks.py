@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import fork_ranks
 from torch import nn
+from tiny import update
 
 from benchmarks.faults import PlainState, PlainStepper
 from esper_nb.guard import Governor, GovernorConfig, GovernorStop
@@ -59,9 +60,7 @@ def train(rank, world, tell, fault, bad_rank, form, kind, steps=120):
                     gov.watch(loss)
                     opt.step()
                 continue
-            loss = F.cross_entropy(model(x), y)
-            opt.zero_grad(); loss.backward(); opt.step()
-            gov.watch(loss)
+            gov.watch(update(opt, F.cross_entropy(model(x), y)))
     except GovernorStop: pass
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
     tell(dict(reports=[(r.batch, r.reason, r.action, r.rank) for r in gov.reports],
@@ -103,9 +102,7 @@ def trained(rank, run, steps, disturb=lambda step, x, y: (x, y)):
     try:
         for step in steps:
             x, y = disturb(step, *batch(step, rank))
-            loss = F.cross_entropy(model(x), y.view(-1))
-            opt.zero_grad(); loss.backward(); opt.step()
-            gov.watch(loss)
+            gov.watch(update(opt, F.cross_entropy(model(x), y.view(-1))))
     except GovernorStop: pass
     return run
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from tiny import update
 
 from esper_nb.control import GrowVecEnv
 from esper_nb.core.layers import LaneBatchNorm2d, LaneConv2d
@@ -262,10 +263,7 @@ def test_weights_that_are_tied_stay_tied_in_training_and_in_what_is_exported(tmp
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     governor = Governor(model, opt, chance_loss=None)
     for k in range(30):
-        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(1).flatten())
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        loss = update(opt, torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(1).flatten()))
         if k == 20: net[0].weight.data[0, 0] = float("nan")
         governor.watch(loss.detach())
     governor.rollback()
@@ -285,10 +283,7 @@ def test_a_group_without_parameters_is_saved_and_restored():
     net, opt = made()
     governor = Governor(net, opt, chance_loss=None)
     for k in range(130):
-        loss = net(torch.ones(4, 3)).square().mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        loss = update(opt, net(torch.ones(4, 3)).square().mean())
         if k == 125: net.weight.data[0, 0] = float("nan")
         governor.watch(loss.detach())
     assert governor.reports and net.weight.isfinite().all()

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from tiny import take
+from tiny import take, update
 from torch import nn
 
 from esper_nb.guard import Governor, GovernorConfig
@@ -26,10 +26,7 @@ class Loop:
     def weights(self): return [p.detach().clone() for p in self.net.parameters()]
 
     def step(self, k):
-        self.opt.zero_grad()
-        loss = nn.functional.cross_entropy(self.net(self.x[k]), self.y[k])
-        loss.backward()
-        self.opt.step()
+        loss = update(self.opt, nn.functional.cross_entropy(self.net(self.x[k]), self.y[k]))
         return loss + self.plus.get(len(self.before) - 1, 0.)
 
     def train(self, steps):

@@ -16,7 +16,7 @@ from esper_nb.run import (
 from esper_nb.train import FitConfig, get_task, task_from_table
 
 ROOT = Path(__file__).parents[1]
-TINY = {"env.num_envs": 4, "env.horizon": 8, "env.limit": 256, "ppo.num_steps": 8, "ppo.num_updates": 3,
+TINY = {"env.num_envs": 4, "env.horizon": 4, "env.limit": 256, "ppo.num_steps": 4, "ppo.num_updates": 3,
         "ppo.num_minibatches": 2, "env.blueprints": ["norm"], "comparison": 4.}
 
 
@@ -208,7 +208,7 @@ def test_fields_have_the_names_that_people_give_them(page):
     commands = re.sub(r"esper-nb \S+ .*? (?=train longer|against|recipe )", "", shown)
     commands = re.sub(r"--set \S+", "", commands)
     found = set(re.findall(r"\b[a-z]+_[a-z_]+\b", commands)) - {"digits_impaired", "esper_nb"}
-    advice = {"learning_rate", "update_epochs", "target_kl", "ent_coef", "norm_value"}      # settings, to be set
+    advice = {"learning_rate", "update_epochs", "target_kl", "ent_coef", "norm_value", "vf_coef"} # settings, to be set
     found -= set(list_blueprints())                                                         # of the best timetable
     assert not found - advice, found - advice
 
@@ -281,7 +281,7 @@ def test_a_training_says_first_what_is_ahead_and_last_what_came_out(made):
     time = next(text for text in said if "s a step" in text)
     comparison = next(text for text in said if "play, about" in text)
     path = run.folder.path
-    assert plan.splitlines()[0].startswith("digits_impaired: 3 updates of 8 steps in 4 lanes")
+    assert plan.splitlines()[0].startswith("digits_impaired: 3 updates of 4 steps in 4 lanes")
     assert f"esper-nb watch {path}" in plan and str(path) in plan
     pace = float(re.search(r"at ([\d.]+) s a step as it began", time)[1])
     assert re.search(r"time  about [\d.]+ (seconds|minutes|hours),", time) and 0 < pace < 60

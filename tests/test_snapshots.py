@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
+from tiny import update
 
 from esper_nb.core import by_lane, LaneLinear, pack_tree, unpack_tree
 from esper_nb.guard import Governor, LiveState, Snapshot, StateBanks, snapshots as page
@@ -795,11 +796,7 @@ def test_an_optimizer_around_another_keeps_what_it_remembers_itself(guarded):
         opt = SlowWeights(torch.optim.Adam(net.parameters(), 1e-2))
         governor = Governor(net, opt, chance_loss=None)
         def step(x):
-            loss = (net(x) - x.sin().sum(1, keepdim=True)).square().mean()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-            return loss
+            return update(opt, (net(x) - x.sin().sum(1, keepdim=True)).square().mean())
         data = [torch.randn(8, 4) for _ in range(170)]
         if guarded == "batches":
             for x in governor.batches(data): governor.watch(step(x))
@@ -902,9 +899,5 @@ def test_another_optimizer_that_begins_with_sums_steps_on_behind_a_rollback():
     for i in range(200):
         if i == 50: opt = Sums(net.parameters()) # as where layers are unfrozen
         if i == 150: opt.state[net.weight]["sum"].fill_(torch.nan)
-        opt.zero_grad()
-        loss = (net(torch.randn(16, 3)) - 1).square().mean()
-        loss.backward()
-        opt.step()
-        governor.watch(loss)
+        governor.watch(update(opt, (net(torch.randn(16, 3)) - 1).square().mean()))
     assert governor.reports and net.weight.isfinite().all() and opt.state[net.weight]["sum"].isfinite().all()

@@ -1,4 +1,5 @@
 "Lanes in shards, in processes and on Ray: the bits of one process, whatever dies."
+import importlib.util
 import os
 import random
 import signal
@@ -23,9 +24,8 @@ from esper_nb.train import Fault
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0") # as `start_ray` has it, before anybody imports Ray
 os.environ.setdefault("RAY_worker_niceness", "0") # with 15, its own, other programs keep workers from importing torch
-try: import ray
-except ImportError: ray = None
-needs_ray = pytest.mark.skipif(ray is None, reason="needs Ray: pip install 'esper_nb[ray]'")
+HAS_RAY = importlib.util.find_spec("ray") is not None # to import it takes seconds, in every process that runs tests
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray: pip install 'esper_nb[ray]'")
 CONFIG = EnvConfig(task="digits", num_envs=8, horizon=4, limit=128, workers=1, faults=(Fault("nan", lane=5, epoch=2),),
                    blueprints=("norm", "conv_light"))
 
@@ -68,6 +68,7 @@ def still_there(pids, seconds=90):
 
 @pytest.fixture(scope="module")
 def cluster():
+    import ray
     start_ray(cores=2)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__]) # other processes cannot import a test
     yield ray
@@ -207,6 +208,7 @@ def pid_of(env, number):
     "The process of a shard."
     worker = env.shards[number].worker
     if hasattr(worker, "process"): return worker.process.pid
+    import ray
     return ray.get(worker.actor.__ray_call__.remote(lambda self: os.getpid()))
 
 
