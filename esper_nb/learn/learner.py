@@ -189,6 +189,9 @@ class Learner:
     ):
         check(isinstance(config, PPOConfig), "config", config, "settings, such as PPOConfig(num_updates=20)")
         check(isinstance(policy, PolicyConfig), "policy", policy, "settings, such as PolicyConfig(hidden=64)")
+        choices = heads is None or hasattr(heads, "stages") and hasattr(heads, "legal")
+        check(choices, "heads", heads, "choices that depend on each other, such as envs.actions or Heads([3, 5]), or "
+              "None for those of the action space")
         self.config, self.device, self.stream = config, check_device(device), EnvStream(envs)
         self.n, self.heads = envs.num_envs, heads or heads_of(envs.single_action_space)
         self.of_space = heads is None # then a mask has an entry for each choice, and no more

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..core import finite_or_none, printable
+from ..core import check, finite_or_none, printable
 from ..guard import Governor, Report, loss_limits
 from ..grow import COOLING, LIVE, DecisionResult, Growing, Reason, SeedState, Slot, Stage
 from ..train import EpochResult, EvalResult, ImageData, Population, TextData
@@ -441,6 +441,7 @@ def update_rows(
     >>> row["kind"], row["update"], row["update.env_steps"], "update.head_entropy.direction" in row
     ('update', 1, 8, True)
     """
+    check(isinstance(u, Update), "u", u, "an Update, which train_ppo yields")
     known = [h for h in u.head_entropy if h is not None]
     names = heads or [str(k) for k in range(len(u.head_entropy))]
     metrics = {k: getattr(u, k) for k in _update_columns} | dict(

@@ -159,7 +159,7 @@ def task_recipe(task: Task) -> RunConfig:
     return RunConfig(task.name, _hosts(task, 8, horizon), _ppo(horizon, 20))
 
 def _named_recipe(name: str) -> RunConfig: # of a recipe, or of a task
-    def known(name: str) -> bool: return name in _recipes or name in list_tasks()
+    def known(name: str) -> bool: return name in [*_recipes, *list_tasks()]
     seek_in_plugins(str(name), known)
     names = sorted({*_recipes, *list_tasks()})
     check(known(name), "recipe", name, one_of(name, names))

@@ -82,6 +82,7 @@ def run_epoch(
     """
     check_population(pop)
     check_disturb(disturb)
+    check(callable(clock), "clock", clock, "a function of the name of a phase")
     whole_mask = isinstance(active, Tensor) and active.dtype == torch.bool and active.shape == (pop.lanes,)
     check(active is None or whole_mask, "active", active, f"a tensor of {pop.lanes} bools, or None for all lanes")
     if pop.graphs is not None: pop.graphs.sweep()
