@@ -282,10 +282,11 @@ def closing_table(
     score = pop.data.measure
     grown = (size.seed + size.fossil).tolist()
     seeds = f", and {min(grown):,} to {max(grown):,} in seeds" if any(grown) else ""
-    spread = f"median {accuracy.median():.1f}, min {accuracy.min():.1f}, max {accuracy.max():.1f} {score.unit}"
+    middle, loss = (np.median(x.tolist()) for x in (accuracy, test.loss))
+    spread = f"median {middle:.1f}, min {accuracy.min():.1f}, max {accuracy.max():.1f} {score.unit}"
     lines = [("lanes", f"{pop.lanes}, each {int(size.host[0]):,} parameters{seeds}"),
              (f"test {score.name}", spread),
-             ("test loss", f"median {test.loss.median():.3f} {score.of_loss} (chance {pop.data.chance_loss:.3f})"),
+             ("test loss", f"median {loss:.3f} {score.of_loss} (chance {pop.data.chance_loss:.3f})"),
              ("epochs", f"{int(pop.epoch.max())} on {pop.data.num_train:,} examples each"),
              ("precision", repr(pop.precision)),
              ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} examples per second, all lanes together")]
