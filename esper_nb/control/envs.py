@@ -178,6 +178,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
     ((2,), False)
     """
     metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
+    restored: object | None = None # a mark of the saved state that was loaded, until a stream goes on from it
     def __init__(self,
         config: EnvConfig | None = None,
         data: Data | None = None, # default the task's own, loaded now
@@ -414,6 +415,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.seeds, self.steps = list(state["seeds"]), state["steps"]
         self.lanes = LaneStates.from_dict(state)
         self.refresh()
+        self.restored = object()
 
     def close_extras(self, **kwargs):
         self.parts.close()
