@@ -22,10 +22,10 @@ from esper_nb import (
     Dashboard, EnvConfig, EnvSource, FitConfig, GerminationRule, Governor, GrowEnv, GrowVecEnv, Heuristic,
     LaneOptimizer, Learner, LoopSource, ModuleHostConfig, PPOConfig, PolicyPlayer, Recorder, Session, SplitVecEnv,
     Stepper, as_controller, attach_slots, begin_fit, begin_run, compare_controllers, comparison_text, create_model,
-    evaluate, explore_host, export_model, find_alarms, find_metric, fit, fit_run, get_recipe, new_population, open_fit,
-    pick_rows, plot_compare, plot_incidents, plot_learning, plot_slots, read_rows, register_rule, run_epoch, seed_lives,
-    serve_optimizer, session_text, task_from_arrays, task_from_dataset, task_from_folder, task_from_table, watch,
-    write_report)
+    evaluate, explore_host, export_model, find_alarms, find_metric, fit, fit_run, get_recipe, list_blueprints,
+    new_population, open_fit, pick_rows, plain_blueprint, plot_compare, plot_incidents, plot_learning, plot_slots,
+    read_rows, register_rule, run_epoch, seed_lives, serve_optimizer, session_text, task_from_arrays, task_from_dataset,
+    task_from_folder, task_from_table, update_rows, watch, write_report)
 from esper_nb.core import Range
 from esper_nb.grow import Rules
 from esper_nb.record import RunFolder
@@ -456,7 +456,9 @@ def switched(slots):
     (switched, "slots", {"None"}), (served, "model", set()), (served, "optimizer", set()), (made, "data", {"None"}),
     (made, "disturb", {"None"}), (trained, "disturb", {"None"}), (trained, "epochs", {"None"}),
     (epoch, "active", {"None"}), (rates, "lr", set()), (optimized, "params", set()), (stepped, "owners", set()),
-    (loaded, "state", set()), (learner, "config", set()), (learner, "policy", set()),
+    (loaded, "state", set()), (learner, "config", set()), (learner, "policy", set()), (learner, "heads", {"None"}),
+    (epoch, "clock", {"module"}), (partial(plain_blueprint, "mine"), "layout", set()),
+    (list_blueprints, "family", {"None"}),
     (Heuristic, "config", set()), (GerminationRule, "choose", {"module"}),
     (table, "columns", {"None"}), (table, "groups", {"None"}), (table, "name", {"text"}), (folder, "pad", set()),
     (folder, "flip", set()), (folder, "size", {"None"}),
@@ -487,11 +489,35 @@ def test_a_network_that_takes_the_softmax_itself_is_refused_and_one_of_values_is
         task_from_arrays(ROWS, ANSWERS, name="rows", host=ModuleHostConfig(Scores, ["body"]))
 
 
+def test_batches_of_one_example_are_refused_before_a_batch_norm():
+    class Normed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.norm = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8)
+            self.head = torch.nn.Linear(8, 2)
+        def forward(self, x): return self.head(self.norm(self.body(x)))
+    class Plain(Normed):
+        def forward(self, x): return self.head(self.body(x))
+    for net, fits in ((None, False), (Normed, False), (Plain, True)):
+        given = {} if net is None else dict(host=ModuleHostConfig(net, ["body"], reads="BC"))
+        task, stream = task_from_arrays(ROWS, ANSWERS, name="ones", **given), torch.get_rng_state()
+        for at in (dict(task=task.replace(batch_size=1)), dict(task=task, config=FitConfig(batch_size=1, lanes=2))):
+            if fits: new_population(**at)
+            else:
+                with pytest.raises(ValueError, match="batch_size=1, expected at least 2: a batch norm"):
+                    new_population(**at)
+        assert torch.equal(torch.get_rng_state(), stream)
+
+
 class Keeps:
     "Is all that a recorder needs of a writer."
     def write(self, rows): pass
     def close(self): pass
 
+def opened(plugins):
+    begun(out=(out := tempfile.mkdtemp()), made={})
+    return open_fit(f"{out}/digits", plugins=plugins)
+def in_session(columns): return Session(new_population("digits", FitConfig(lanes=2, workers=1)), columns=columns)
 def recorded(**given): return Recorder(**given).close()
 def reported(path): return write_report(path)
 def followed(path): return watch(path)
@@ -504,7 +530,9 @@ def split(config): return SplitVecEnv(config, 2)
 @pytest.mark.parametrize("what, name, right", [
     (find_alarms, "rows", set()), (plot_learning, "rows", set()), (seed_lives, "rows", set()),
     (partial(plot_incidents, []), "ax", {"None"}), (partial(plot_slots, []), "ax", {"None"}),
-    (find_metric, "name", {"text"}),
+    (partial(plot_slots, [dict(kind="epoch", lane=i, epoch=0) for i in range(2)]), "lanes", {"None"}),
+    (update_rows, "u", set()), (in_session, "columns", {"dict"}), (opened, "plugins", {"None"}),
+    (get_recipe, "name", set()), (find_metric, "name", {"text"}),
     (recorded, "writers", set()), (recorded, "keep", {"None"}), (recorded, "queue_size", set()),
     (recorded, "metrics", {"dict"}), (recorded, "clock", {"None", "module"}), (reported, "path", {"text"}),
     (followed, "path", {"text"}), (begun, "pop", set()), (begun, "faults", set()), (begun, "log", set()),

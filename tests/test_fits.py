@@ -14,7 +14,7 @@ from esper_nb.grow import Decision
 from esper_nb.record import RunFolder, encode_row, read_checkpoint
 from esper_nb.run import Comparison, begin_fit, fit_run, main, open_fit
 from esper_nb.show import plot_run
-from esper_nb.train import Fault, FitConfig, get_task, new_population
+from esper_nb.train import Fault, FitConfig, get_task, lane_span, new_population
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 SMALL = FitConfig(lanes=2, epochs=5, workers=1)
@@ -196,3 +196,19 @@ def test_metrics_of_ones_own_are_rows_that_a_report_draws(tmp_path):
     assert all(r["own.gap"] == pytest.approx(heldout[r["epoch"], r["lane"]]) for r in rows if r["lane"] is not None)
     names = [ax.get_ylabel() for ax in plot_run(run.folder.rows()).axes]
     assert names[3:] == ["own lr", "own gap"]
+
+
+def test_the_command_of_a_fit_says_all_of_it_or_is_not_given(tmp_path):
+    def words(made=None, **given): return begin_fit(small(), tmp_path, made=made, **given).folder.config()["command"]
+    plain, ruin = words(made={}), [Fault("drift", lane=0, epoch=2), Fault("nan", lane=1, epoch=3)]
+    assert plain[:3] == ["esper-nb", "fit", "digits"]
+    assert words(made={}, faults=ruin)[-4:] == ["--inject", "drift:0:2", "--inject", "nan:1:3"]
+    assert words(made=dict(synthetic=True)) == [*plain, "--synthetic"]
+    assert [words(made={}, faults=FAULTS), words(made={}, controller=Gardener()), words()] == [None] * 3
+
+
+def test_the_median_of_an_even_number_of_networks_lies_between_the_two_in_the_middle(tmp_path, capsys):
+    pop, folder = fit_run("digits", FitConfig(lanes=2, epochs=1, workers=1), out=tmp_path, progress=False)
+    pair = [r["test.accuracy_pp"] for r in folder.rows() if "test.accuracy_pp" in r]
+    assert pair[0] != pair[1] and f"median {sum(pair) / 2:.1f}, min {min(pair):.1f}" in capsys.readouterr().out
+    assert "median 3.5, 1.0 to 6.0" in lane_span(torch.arange(1., 7.))

@@ -220,6 +220,35 @@ def test_seeds_of_other_blueprints_are_refused_before_anything_is_loaded(attache
     assert torch.equal(same.eval()(x), one.eval()(x))
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_list_with_a_blueprint_without_weights_is_told_from_one_without_it(strict):
+    def made(blueprints): return new("cnn", 2, 0, slots=["r0c0"], blueprints=blueprints)
+    small, large = (made(names) for names in (["norm", "conv_small"], ["noop", "norm", "conv_small"]))
+    large.load_state_dict(small.state_dict(), strict=False), small.load_state_dict(large.state_dict()) # nothing grows
+    for one, other in ((small, large), (large, small)):
+        one.germinate("r0c0", "norm", tempo=0)
+        with pytest.raises(RuntimeError, match="saved are seeds of the blueprints.* expected those of this slot"):
+            other.load_state_dict(one.state_dict(), strict=strict)
+        same = made([*one.slot("r0c0").blueprints])
+        same.load_state_dict(one.state_dict(), strict=strict)
+        assert same.slot("r0c0").blueprints[same.slot("r0c0").state(1).blueprint] == "norm"
+        states = (m.state_dict().values() for m in (same, one))
+        assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+        one.prune("r0c0")
+
+
+def test_a_lane_without_a_norm_or_a_health_has_no_health_of_gradients():
+    model = new("cnn", 3, 0, slots=["r0c0"], blueprints=["norm"])
+    model.germinate("r0c0", "norm")
+    model.record_gradients("r0c0", [1., math.nan, 2.], [.5, .5, math.nan])
+    model.record_gradients("r0c0", None, 1.)
+    assert [s.gradient_norm for s in model.slot("r0c0").states()] == [1., None, None]
+    for wrong in (dict(norm=-1., health=1.), dict(norm=1., health=2.), dict(norm=1., health=1., exploding=-.5)):
+        with pytest.raises(ValueError, match="expected a"): model.record_gradients("r0c0", **wrong)
+    model.record_gradients("r0c0", math.inf, 0.)
+    assert model.slot("r0c0").state(1).gradient_norm == math.inf
+
+
 def test_a_snapshot_brings_back_every_seed_by_lane():
     model = grown("cnn"); x, _ = batch("cnn", 4)
     snap = Snapshot(model=model, lanes=4)

@@ -1,10 +1,13 @@
 "Observations over random records: in range, finite, unknown where nothing was measured, and lane by lane the same."
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from esper_nb.control import HEADS, HISTORY, EnvStep, GrowthActions, LaneHistory, Observer, read_slots, symlog
+from esper_nb.control import (
+    HEADS, HISTORY, OBSERVATIONS, EnvStep, GrowthActions, LaneHistory, Observation, Observer, read_slots,
+    register_observation, symlog)
 from esper_nb.grow import COLUMNS, UNMEASURED, CNNConfig, CNNHost, GrowingModel, SeedState, Stage, encode_seed
 
 MODEL = GrowingModel(CNNHost(CNNConfig(in_channels=1, size=8, base=4, blocks=2), lanes=1),
@@ -109,3 +112,26 @@ def test_the_model_and_its_table_say_the_same():
     assert torch.equal(obs, OBSERVER(read_slots(MODEL), LaneHistory.start(1, 2)))
     assert len({f.name for f in OBSERVER.features}) == OBSERVER.size
     assert UNMEASURED not in obs and len(COLUMNS) == read_slots(MODEL).shape[-1]
+
+
+def test_what_is_seen_may_be_of_lanes_alone_or_of_slots_alone():
+    both = OBSERVER(MODEL, LaneHistory.start(1, 2))
+    for names, wanted in ((["epoch"], ["epoch"]), (["alpha"], ["r0c0.alpha", "r0c1.alpha"])):
+        some = Observer(OBSERVER.space, 30, names)
+        assert [f.name for f in some.features] == wanted
+        assert torch.equal(some(MODEL, LaneHistory.start(1, 2)), both[:, [OBSERVER.index(k) for k in wanted]])
+    with pytest.raises(ValueError, match="expected some of epoch, loss"): Observer(OBSERVER.space, 30, [])
+
+
+@pytest.mark.parametrize("per, read, said", [
+    ("lane", lambda v: torch.zeros(3, 3), r"values of mine=\(3, 3\), expected a tensor of shape \(1,\)"),
+    ("lane", lambda v: .5, r"values of mine=0.5, expected a tensor of shape \(1,\)"),
+    ("lane", "accuracy", r"values of mine=\(1, 2\), expected a tensor of shape \(1,\)"),
+    ("slot", lambda v: torch.zeros(1), r"values of mine=\(1,\), expected a tensor of shape \(1, 2\)"),
+    ("slot", "acuracy", "read of mine='acuracy', expected a function of a LaneView, .*'accuracy' perhaps")])
+def test_an_observation_of_ones_own_is_told_the_shape_of_its_values(per, read, said):
+    try:
+        with pytest.raises(ValueError, match=said):
+            register_observation(Observation("mine", "1", (0., 1., -1.), "mine", read, per=per))
+            Observer(OBSERVER.space, 30, ["epoch", "alpha", "mine"])(MODEL, LaneHistory.start(1, 2))
+    finally: OBSERVATIONS.pop("mine", None)

@@ -206,3 +206,13 @@ def test_interactive_mode_survives_the_first_figure():
     with theme("light"): plt.ion()
     try: assert plt.isinteractive()
     finally: plt.ioff()
+
+
+@pytest.mark.parametrize("low, high", [(2.12, 2.29), (.7, 1.5), (.6, 3.), (.05, 2.2), (.001, 40.), (1e-6, 1e4)])
+def test_a_logarithmic_axis_has_two_numbers_at_least(low, high):
+    rows = [dict(kind="epoch", lane=0, epoch=t) | {"train.loss": v} for t, v in enumerate((high, low))]
+    ax = plot_run(rows).axes[1]
+    ax.figure.canvas.draw()
+    bottom, top = ax.get_ylim()
+    seen = {t.get_text() for at, t in zip(ax.get_yticks(), ax.get_yticklabels()) if bottom <= at <= top}
+    assert ax.get_yscale() == "log" and 2 <= len(seen - {""}) <= 12

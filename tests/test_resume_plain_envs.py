@@ -6,6 +6,7 @@ import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from esper_nb.control import GrowVecEnv
 from esper_nb.learn import Learner, PolicyConfig, PPOConfig, train_ppo
 from esper_nb.record import EnvState
 
@@ -61,3 +62,27 @@ def test_the_same_learner_goes_on_without_a_word():
     with warnings.catch_warnings(action="error"):
         one.load_state_dict(one.state_dict())
         one.step()
+
+
+def grown(): return GrowVecEnv(task="digits_impaired", num_envs=2, horizon=4, limit=64, workers=1)
+def plain(): return SyncVectorEnv([lambda: gym.make("CartPole-v1", max_episode_steps=9)] * 3)
+
+@pytest.mark.parametrize("make, keeper", [(grown, lambda envs: envs), (grown, EnvState), (plain, EnvState)],
+                         ids=["own state", "EnvState", "plain"])
+@pytest.mark.parametrize("envs_first", [True, False])
+def test_environments_and_learner_are_restored_in_any_order(make, keeper, envs_first):
+    def fresh():
+        envs = make()
+        heads = getattr(envs, "actions", None)
+        settings = PPOConfig(num_steps=6, num_updates=2, num_minibatches=2)
+        return Learner(envs, settings, PolicyConfig(hidden=8, features=(8,)), heads=heads)
+    one, two, lone = fresh(), fresh(), fresh()
+    for _ in range(3): one.step()
+    pairs = [(keeper(two.stream.envs), keeper(one.stream.envs).state_dict()), (two, one.state_dict())]
+    lone.load_state_dict(one.state_dict())
+    for part, state in pairs if envs_first else pairs[::-1]: part.load_state_dict(state)
+    with warnings.catch_warnings(action="error"): assert list(train_ppo(two)) == list(train_ppo(one))
+    with pytest.warns(UserWarning, match="were not restored with the learner"): list(train_ppo(lone))
+    again = Learner(two.stream.envs, one.config, one.policy.config, heads=None if make is plain else one.heads)
+    again.load_state_dict(one.state_dict()) # the mark is gone: these environments went on since
+    with pytest.warns(UserWarning, match="were not restored with the learner"): again.step()

@@ -159,3 +159,21 @@ def test_an_environment_pays_by_a_preset_of_ones_own_and_saves_its_memory(own_pr
     for x, y in zip(roll(a, 2, reset=False, first=2), roll(b, 2, reset=False, first=2)):
         assert (x[1] == y[1]).all()
     assert set(a.last_result.terms) == {"loss_fall", "rollback"}
+
+
+@pytest.mark.parametrize("paid, said", [(lambda n: torch.zeros(1, n + 1), r"\(1, 2\)"), (lambda n: 1., "1.0"),
+                                        (lambda n: torch.tensor(1.), r"\(\)")])
+def test_a_term_of_ones_own_is_told_to_pay_every_lane(paid, said):
+    def mine(i):
+        "whatever the case says"
+        return paid(len(i.transition.host))
+    reward_term(mine)
+    outcome = PRESETS["outcome"]
+    PRESETS["mine"] = outcome._replace(weights=dict(accuracy_rise=1., mine=1.))
+    PRESETS["unknown"] = outcome._replace(weights=dict(accuracy_rse=1.))
+    try:
+        with pytest.raises(ValueError, match=rf"the term mine pays={said}, expected a tensor of shape \(1,\)"):
+            play(RewardConfig("mine"), [([SeedState()], dict(loss=2.))])
+        with pytest.raises(ValueError, match=r"terms of unknown=\['accuracy_rse'\], expected some of accuracy_rise"):
+            RewardConfig("unknown")
+    finally: del PRESETS["mine"], PRESETS["unknown"], TERMS["mine"]

@@ -88,6 +88,7 @@ def test_attributes_are_those_of_the_lanes(own, dummy):
         envs.set_attr("note", 2, indices=[0])
         envs.set_attr("note", 3, indices=2)
         said += [envs.get_attr("note"), envs.get_attr("note", indices=[2, 0]), envs.get_attr("note", indices=1)]
+        said += [envs.get_attr("note", indices=np.array([1, 2])), envs.get_attr("note", indices=[-1])]
         with pytest.raises(AttributeError): envs.get_attr("nothing")
         with pytest.raises(AttributeError): envs.env_method("nothing")
         envs.set_attr("note", 4)

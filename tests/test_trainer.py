@@ -263,3 +263,11 @@ def test_a_result_says_how_many_lanes_have_no_number():
     text = repr(EvalResult(loss, loss, torch.zeros(5, 2)))
     assert "median 2.000, 1.000 to 4.000, 1 NaN" in text
     assert "5 NaN" in repr(EvalResult(loss * torch.nan, loss, torch.zeros(5, 2)))
+
+
+def test_a_disturbance_that_returns_no_batch_is_told_so():
+    pop = population("digits", workers=1)
+    before = {k: t.clone() for k, t in pop.model.state_dict().items()}
+    with pytest.raises(ValueError, match="what disturb returned=None, expected x and y"):
+        run_epoch(pop, disturb=lambda net, stepper, lanes, batch, x, y: None)
+    assert all(torch.equal(t, before[k]) for k, t in pop.model.state_dict().items())

@@ -13,7 +13,7 @@ import copy
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..core import (
     Config, Count, NonNegative, OneOf, PhaseClock, Positive, PositiveOrInf, PositiveShare, RandomSeed, Whole, check,
-    check_devices, generator, tree_from_bytes, tree_to_bytes)
+    check_devices, generator, tree_from_bytes, tree_to_bytes, whole_numbers)
 from ..guard import GovernorConfig, Report
 from ..grow import Gates, Growing, Rules, Stage
 from ..train import (
@@ -178,6 +178,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
     ((2,), False)
     """
     metadata = {"render_modes": ["rgb_array"], "render_fps": 4}
+    restored: object | None = None # a mark of the saved state that was loaded, until a stream goes on from it
     def __init__(self,
         config: EnvConfig | None = None,
         data: Data | None = None, # default the task's own, loaded now
@@ -414,6 +415,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.seeds, self.steps = list(state["seeds"]), state["steps"]
         self.lanes = LaneStates.from_dict(state)
         self.refresh()
+        self.restored = object()
 
     def close_extras(self, **kwargs):
         self.parts.close()
@@ -811,12 +813,11 @@ def _sb3_class() -> Any:
             return copy.deepcopy(obs), np.array(reward, np.float32), terminated | truncated, infos
 
         def _get_indices(self, indices): # list; from the last one with a minus, as in any list
-            known = f"numbers from 0 to {self.num_envs - 1}, one or a list of them, or None for all"
-            given = range(self.num_envs) if indices is None else indices
-            found = [*given] if isinstance(given, Iterable) else [given]
-            whole = all(isinstance(i, int | np.integer) and not isinstance(i, bool) for i in found)
-            check(whole and all(-self.num_envs <= i < self.num_envs for i in found), "indices", indices, known)
-            return [int(i) % self.num_envs for i in found]
+            n = self.num_envs
+            found = whole_numbers(range(n) if indices is None else indices)
+            if found is not None and all(-n <= i < n for i in found): return [i % n for i in found]
+            raise ValueError(f"indices={indices!r}, expected numbers from 0 to {n - 1}, one or a list of them, or None "
+                             "for all")
 
         def env_method(self, method_name, *method_args, indices=None, **method_kwargs):
             return self.homes.call(method_name, self._get_indices(indices), *method_args, **method_kwargs)

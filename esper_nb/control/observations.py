@@ -20,8 +20,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from ..core import check, check_count
-from ..grow import COOLING, UNMEASURED, Blend, Growing, RampMode, Stage
+from ..core import check, check_count, one_of
+from ..grow import COLUMNS, COOLING, UNMEASURED, Blend, Growing, RampMode, Stage
 from ..train import SIGNALS
 from .actions import GrowthActions, choice_of, column, in_stage, read_slots
 from .episodes import EnvStep, merge_lanes
@@ -110,6 +110,10 @@ class Observation(NamedTuple):
         low, high, unknown = self.range
         if callable(self.read): x = self.read(v)
         else: x = column(v.table, self.read) if unknown is None else known_column(v.table, self.read)
+        places = tuple(v.table.shape[:1 if self.per == "lane" else 2])
+        good = isinstance(x, Tensor) and x.shape[:len(places)] == places and x.ndim == len(places) + bool(self.parts)
+        check(good, f"values of {self.name}", tuple(x.shape) if isinstance(x, Tensor) else x, "a tensor of shape {}{}",
+              places, ", with an axis for its parts behind" if self.parts else "")
         by = dict(horizon=float(v.horizon), slots=float(len(v.space.slots)))
         x = x if self.parts else x[..., None]
         x = x.double() / (by[self.divisor] if isinstance(self.divisor, str) else self.divisor)
@@ -137,6 +141,9 @@ def register_observation(
     """
     low, high, unknown = row.range
     check(row.name not in OBSERVATIONS, "observation", row.name, "a new name")
+    known = callable(row.read) or row.read in COLUMNS
+    check(known, f"read of {row.name}", row.read, "a function of a LaneView, or a field of a seed's state: {}",
+          one_of(row.read, COLUMNS))
     check(row.per in ("lane", "slot"), "per", row.per, "'lane' or 'slot'")
     check(low < high and (unknown is None or unknown < low), "range", row.range, "low < high, and unknown below both")
     OBSERVATIONS[row.name] = row
@@ -259,7 +266,7 @@ class Observer:
     ):
         self.space, self.horizon = space, check_count("horizon", horizon)
         self.names = tuple(OBSERVATIONS if observations is None else observations)
-        known = set(self.names) <= set(OBSERVATIONS)
+        known = len(self.names) > 0 and set(self.names) <= set(OBSERVATIONS)
         check(known, "observations", self.names, f"some of {', '.join(OBSERVATIONS)}")
         self.rows = [OBSERVATIONS[k] for k in self.names]
         self.lane_features = [f for row in self.rows if row.per == "lane" for f in row.features(space)]
@@ -287,9 +294,9 @@ class Observer:
         "Return the observations; a pure function of both arguments."
         t = table if isinstance(table, Tensor) else read_slots(table, self.space.slots)
         view = LaneView(t, history, self.space, self.horizon)
-        lane = torch.cat([row(view) for row in self.rows if row.per == "lane"], -1)
-        slots = torch.cat([row(view) for row in self.rows if row.per == "slot"], -1)
-        return torch.cat([lane, slots.flatten(1)], 1).float()
+        lane, slots = ([row(view) for row in self.rows if row.per == per] for per in ("lane", "slot"))
+        of_slots = [torch.cat(slots, -1).flatten(1)] if slots else []
+        return torch.cat([*lane, *of_slots], 1).float()
 
 # %% ../../nbs/control/48_observations.ipynb #d0db5b56
 class SlotLook(NamedTuple):

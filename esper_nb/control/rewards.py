@@ -35,6 +35,8 @@ class RewardConfig(Config):
 
     def __post_init__(self):
         check(self.preset in PRESETS, "preset", self.preset, f"one of {', '.join(PRESETS)}")
+        unknown = [k for k in PRESETS[self.preset].weights if k not in TERMS]
+        check(not unknown, f"terms of {self.preset}", unknown, f"some of {', '.join(TERMS)}: reward_term adds one")
 
 # %% ../../nbs/control/49_rewards.ipynb #4ce04241
 class Transition(NamedTuple):
@@ -119,6 +121,14 @@ def start_rewards(
     "Return the state of the terms at the start of an episode in every lane."
     return PRESETS[config.preset].start(table)
 
+def _paid(name: str, inputs: RewardInputs, n: int) -> Tensor: # (n,)
+    "Return what a term pays each of n lanes, checked."
+    paid = TERMS[name](inputs)
+    good = isinstance(paid, Tensor) and paid.shape == (n,)
+    check(good, f"what the term {name} pays", tuple(paid.shape) if isinstance(paid, Tensor) else paid,
+          "a tensor of shape ({},), a number for each lane", n)
+    return paid
+
 def compute_reward(
     config: RewardConfig,
     transition: Transition,
@@ -126,7 +136,7 @@ def compute_reward(
 ) -> Reward:
     "Return the reward of every lane for one step."
     inputs, preset, s = RewardInputs(config, transition, state), PRESETS[config.preset], transition.step
-    terms = {k: weight * TERMS[k](inputs).double() for k, weight in preset.weights.items()}
+    terms = {k: weight * _paid(k, inputs, len(s.active)).double() for k, weight in preset.weights.items()}
     total = torch.stack(list(terms.values())).sum(0)
     undone = total.clamp(max=-config.penalty) # never worth more than the same step without a rollback
     terms = {k: torch.where(s.active & ~s.rolled_back, v, 0.) for k, v in terms.items()}

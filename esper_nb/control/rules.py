@@ -279,7 +279,7 @@ def as_controller(
     []
     """
     check(hasattr(rule, "signals") and hasattr(rule, "act") and not isinstance(rule, type), "rule", rule,
-          "an object with signals() and act(view), such as Heuristic()")
+          "an object with signals() and act(view), such as Heuristic() or GerminationRule(f) of a function")
     signals: dict[int, Signals] = {}
     def controller(pop: Population, last: EpochResult | None) -> list[Decision | Sequence[Decision]]:
         out = []

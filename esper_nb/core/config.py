@@ -6,9 +6,9 @@ Docs: https://esper-nb.github.io/esper_nb/core/config.html.md"""
 
 # %% auto #0
 __all__ = ['Count', 'Whole', 'Positive', 'NonNegative', 'Multiple', 'PositiveOrInf', 'Share', 'PositiveShare', 'ShareBelow1',
-           'RandomSeed', 'check', 'check_count', 'check_names', 'printable', 'listed', 'one_of', 'Range', 'OneOf',
-           'check_type', 'Config', 'find_hint', 'read_setting', 'parse_settings', 'hint_to_json', 'hint_from_json',
-           'changed_settings', 'option_text']
+           'RandomSeed', 'check', 'check_count', 'check_names', 'whole_numbers', 'printable', 'listed', 'one_of',
+           'Range', 'OneOf', 'check_type', 'Config', 'find_hint', 'read_setting', 'parse_settings', 'hint_to_json',
+           'hint_from_json', 'changed_settings', 'option_text']
 
 # %% ../../nbs/core/00_config.ipynb #cd079288
 import dataclasses
@@ -57,6 +57,16 @@ def check_names(
     good = len(found) > 0 and all(isinstance(k, str) for k in found) and len(found) == len(set(found))
     check(good, name, value, expected)
     return found
+
+def whole_numbers(
+    given: typing.Any, # one or several, of Python, NumPy or torch
+) -> list[int] | None: # None: something else, such as a mask
+    "Return one whole number or several as a list."
+    given = getattr(given, "tolist", lambda: given)()
+    found = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    found = [getattr(i, "item", lambda i=i: i)() for i in found]
+    whole = all(isinstance(i, Integral) and not isinstance(i, bool) for i in found)
+    return [int(i) for i in found] if whole else None
 
 def printable(
     text: str, # from a file, of one line

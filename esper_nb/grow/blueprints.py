@@ -68,7 +68,7 @@ def blueprint(
     >>> forget_blueprint("pixelwise", "cnn").declared
     4096
     """
-    check(family in FAMILIES, "family", family, " or ".join(map(repr, FAMILIES)))
+    check(family in [*FAMILIES], "family", family, " or ".join(map(repr, FAMILIES)))
     check(isinstance(name, str) and name.isidentifier(), "blueprint", name, "a name such as 'conv_tiny'")
     check_count(f"declared size of {name}", declared, 0)
     def register(build):
@@ -134,7 +134,7 @@ def list_blueprints(
     ['lora', 'lora_large']
     """
     expected = f"{' or '.join(map(repr, FAMILIES))}, or None for all"
-    check(family is None or family in FAMILIES, "family", family, expected)
+    check(family is None or family in [*FAMILIES], "family", family, expected)
     found = [b for b in _blueprints.values() if family in (None, b.family) and fnmatch.fnmatch(b.name, pattern)]
     return list(dict.fromkeys(b.name for b in sorted(found, key=lambda b: (b.declared, b.name))))
 
@@ -433,7 +433,7 @@ def plain_blueprint(
     >>> forget_blueprint("blur", "cnn").declared # at 64 channels
     640
     """
-    check(layout in SEED_LAYOUTS, "layout", layout, f"one of {', '.join(SEED_LAYOUTS)}")
+    check(layout in [*SEED_LAYOUTS], "layout", layout, f"one of {', '.join(SEED_LAYOUTS)}")
     def register(factory: Callable[..., nn.Module]):
         @wraps(factory)
         def safe(*args, **options): return out_of_place(factory(*args, **options))

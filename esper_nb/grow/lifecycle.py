@@ -302,7 +302,9 @@ class SeedState(NamedTuple):
         exploding: float = 0., # share of tensors
     ) -> "SeedState":
         "Add the health of the seed's gradients."
-        _check_finite(health=health, vanishing=vanishing, exploding=exploding)
+        check(norm >= 0, "norm", norm, "a number of at least 0, inf where it is not finite")
+        for k, v in dict(health=health, vanishing=vanishing, exploding=exploding).items():
+            check(0 <= v <= 1, k, v, "a share from 0 to 1; leave it out when it was not measured")
         return self._replace(gradient_norm=norm, health=health, gradient_ratio=ratio, vanishing=vanishing,
                              exploding=exploding)
 

@@ -267,8 +267,8 @@ class Growing(nn.Module):
 
     def record_gradients(self, slot: str, norm: Numbers, health: Numbers, lanes: Lanes = None,
                          **others: Numbers): # ratio, vanishing, exploding
-        "Add the gradient health of a slot's seeds to their states."
-        self.slot(slot).note(SeedState.record_gradients, lanes, health=health, norm=norm, **others)
+        "Add the gradient health of a slot's seeds to their states; a lane without a norm or a health has none."
+        self.slot(slot).note(SeedState.record_gradients, lanes, 2, norm=norm, health=health, **others)
 
     def owners(self) -> dict[str, dict[str, nn.Parameter]]: # owner -> trainable parameters by name
         "Return the host's parameters, banks' as `slot.blueprint`, blend gates' as `slot.gate`; each has one owner."

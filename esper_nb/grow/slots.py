@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import (
-    by_lane, check, check_names, generator, lane_state, num_lanes, put_lanes, seeded, send, with_lanes)
+    by_lane, check, check_names, generator, lane_state, num_lanes, put_lanes, seeded, send, whole_numbers, with_lanes)
 from .blending import Blend, BlendGate, Curve, RampMode, combine, spread, straight_through
 from .blueprints import get_blueprint, list_blueprints, make_blueprint, probe, smoke_test
 from esper_nb.grow.lifecycle import (
@@ -224,14 +223,11 @@ Lanes = int | Sequence[int] | None # one lane, several, or all
 def as_lanes(lanes: Lanes, n: int) -> list[int]:
     "Return lane numbers as a list, checked."
     if lanes is None: return list(range(n))
-    if isinstance(lanes, Tensor): lanes = lanes.tolist()
-    given = list(lanes) if isinstance(lanes, Iterable) and not isinstance(lanes, str) else [lanes]
-    given = [i.item() if isinstance(i, Tensor) else i for i in given]
-    whole = all(isinstance(i, Integral) and not isinstance(i, bool) for i in given) # a mask has no numbers
-    good = whole and len(given) == len(set(given)) and all(0 <= i < n for i in given)
+    given = whole_numbers(lanes)
     known = f"different lane numbers from 0 to {n - 1}, or None for all" if n > 1 else "0, the only lane, or None"
-    check(good, "lanes", lanes, known)
-    return [int(i) for i in given]
+    good = given is not None and len(given) == len(set(given)) and all(0 <= i < n for i in given)
+    if good and given is not None: return given
+    raise ValueError(f"lanes={lanes!r}, expected {known}")
 
 # %% ../../nbs/grow/23_slots.ipynb #cda2bd23
 @contextmanager
@@ -298,11 +294,13 @@ Numbers: TypeAlias = Sequence[float] | Tensor | float # one per lane, or one for
 def measured_lanes(
     values: Mapping[str, Numbers | None], # None: nothing was measured
     n: int, # lanes
-) -> dict[int, dict[str, float]]: # lane -> what was measured there; lanes without the first of the values are left out
+    needed: int = 1, # how many of the values, from the first on, a lane needs
+) -> dict[int, dict[str, float]]: # lane -> what was measured there; lanes without one that is needed are left out
     "Return the values of each lane that are not NaN."
     known = {k: _of_lanes(k, v, n) for k, v in values.items() if v is not None}
     given = {i: {k: v[i] for k, v in known.items() if not math.isnan(v[i])} for i in range(n)}
-    return {i: v for i, v in given.items() if next(iter(values)) in v}
+    first = list(values)[:needed]
+    return {i: v for i, v in given.items() if all(k in v for k in first)}
 
 def _of_lanes(name: str, values: Numbers, n: int) -> list[float]: # NaN: not measured
     "Return a measurement of each lane; one number is every lane's."
@@ -342,6 +340,8 @@ def empty_banks(
 
 # %% ../../nbs/grow/23_slots.ipynb #b6c37952
 Move = Callable[[SeedState], tuple[SeedState, GateResult]] # of a seed, with the verdict of its gate
+
+_NO_WEIGHTS = "no_weights" # name of the mark of a blueprint without any, in a state dict
 
 class Slot(nn.Module):
     "A shape-keeping module at one site of a host; it holds a seed, or none, for each lane."
@@ -487,9 +487,9 @@ class Slot(nn.Module):
         "Apply `change(state)` to all the lanes, or to none if one raises."
         self._write(change_seeds(self.states(), as_lanes(lanes, self.lanes), change, self.name))
 
-    def note(self, write: Callable[..., SeedState], lanes: Lanes, **values: Numbers | None):
-        "Update the states of seeds with `write(state, **values)`, where the first value is not NaN."
-        states, given = self.states(), measured_lanes(values, self.lanes)
+    def note(self, write: Callable[..., SeedState], lanes: Lanes, needed: int = 1, **values: Numbers | None):
+        "Update the states of seeds with `write(state, **values)`, where the first `needed` values are not NaN."
+        states, given = self.states(), measured_lanes(values, self.lanes, needed)
         wanted = [i for i in as_lanes(lanes, self.lanes) if i in given]
         found = [i for i in wanted if states[i].stage in LIVE | {Stage.FOSSILIZED}]
         turn = iter(found)
@@ -723,13 +723,19 @@ class Slot(nn.Module):
         "Raise a `RuntimeError` for saved seeds of other blueprints: the table knows them by their places in the list."
         rows, banks = state.get(f"{prefix}table"), f"{prefix}banks."
         saved = {k.removeprefix(banks).partition(".")[0] for k in state if k.startswith(banks)}
-        own = {k for k, bank in self.banks.items() if bank.state_dict()} # some have no weights
-        seeds = [] if rows is None or saved == own else [decode_seed(r) for r in rows.tolist()]
+        seeds = [] if rows is None or saved == {*self.banks} else [decode_seed(r) for r in rows.tolist()]
         if not any(s.stage in LIVE | {Stage.FOSSILIZED} for s in seeds): return
         raise RuntimeError(f"slot {self.name}: saved are seeds of the blueprints {', '.join(sorted(saved))}, expected "
-                           f"those of this slot, {', '.join(sorted(own))}: make the model with the same blueprints")
+                           f"those of this slot, {', '.join(sorted(self.banks))}: make the model with the same ones")
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        bare = [k for k, bank in self.banks.items() if not bank.state_dict()] # they have a place in the list, too
+        for k in bare: destination[f"{prefix}banks.{k}.{_NO_WEIGHTS}"] = torch.zeros(self.lanes, dtype=torch.uint8)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         self.check_saved(state_dict, prefix)
+        for k in [k for k in state_dict if k.startswith(f"{prefix}banks.") and k.endswith(f".{_NO_WEIGHTS}")]:
+            del state_dict[k]
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.rows()

@@ -189,6 +189,9 @@ class Learner:
     ):
         check(isinstance(config, PPOConfig), "config", config, "settings, such as PPOConfig(num_updates=20)")
         check(isinstance(policy, PolicyConfig), "policy", policy, "settings, such as PolicyConfig(hidden=64)")
+        choices = heads is None or hasattr(heads, "stages") and hasattr(heads, "legal")
+        check(choices, "heads", heads, "choices that depend on each other, such as envs.actions or Heads([3, 5]), or "
+              "None for those of the action space")
         self.config, self.device, self.stream = config, check_device(device), EnvStream(envs)
         self.n, self.heads = envs.num_envs, heads or heads_of(envs.single_action_space)
         self.of_space = heads is None # then a mask has an entry for each choice, and no more
@@ -213,7 +216,7 @@ class Learner:
         self.state = self.policy.initial_state(self.n) # (S, n, H) memory before the next step
         self.episodes = RunningEpisodes(self.n) # before this rollout
         self.rollout: Rollout | None = None # None: the environments have not been reset
-        self.waits_for: tuple[Any] | None = None # what marked the environments when this learner was loaded
+        self.waits = False # whether somebody has to restore the environments before the next step
 
     def __repr__(self):
         done = f"{self.update} of {self.config.num_updates} updates"
@@ -246,7 +249,7 @@ class Learner:
     def step_envs(self) -> None:
         "Act in every lane once and store the transitions."
         rollout, s, c = self.rollout or self.reset(), self.stream, self.config
-        if self.waits_for is not None: self._begin_if_not_restored(rollout)
+        if self.waits: self._begin_if_not_restored(rollout)
         if s.displaced:
             warnings.warn("these environments were reset by another stream, such as that of play(), so the episodes of "
                           "training begin anew: play on environments of their own", stacklevel=5)
@@ -341,9 +344,13 @@ class Learner:
     def reset(self) -> Rollout: # empty
         "Reset the environments and the memory; the first `step` calls it."
         self.stream.reset(self.config.seed)
-        width = self._check_mask()
         self.state = self.policy.initial_state(self.n)
         self.episodes.begin()
+        return self._begin_rollout()
+
+    def _begin_rollout(self) -> Rollout: # empty
+        "Make the store of the transitions that follow."
+        width = self._check_mask()
         self.rollout = Rollout(self.config.num_steps, self.n, self.stream.width, self.heads, width, self.device)
         self.rollout.clear(self.state)
         return self.rollout
@@ -380,25 +387,29 @@ class Learner:
     def load_state_dict(self, state: dict) -> None: # a state of `state_dict`
         """Restore the whole state; the environments are restored by their own `load_state_dict`, or by an `EnvState`.
 
-        If nobody restores them before the next step, their episodes begin anew, and a warning says so.
+        Either may come first. If nobody restores them before the next step, their episodes begin anew, and a warning
+        says so.
         """
-        base = self.stream.envs.unwrapped
-        plain = self.rollout is None and not hasattr(base, "load_state_dict")
-        r, progress = self.rollout or self.reset(), state["progress"]
-        self.waits_for = (vars(base).get("restored"),) if plain else None
+        base, progress = self.stream.envs.unwrapped, state["progress"]
+        fresh = self.rollout is None and not self.stream.restored
+        told = hasattr(type(base), "restored") or not hasattr(base, "load_state_dict") # who restores them, marks them
+        if fresh: self.reset()
+        self.waits = fresh and told
         for k in self._modules: getattr(self, k).load_state_dict(state[k])
         self.state = state["state"].to(self.device, copy=True)
         self.episodes.begin(state["returns"], state["lengths"])
         for k, v in state["stream"].items():
             setattr(self.stream, k, None if v is None else v.to("cpu", copy=True))
+        if self.rollout is None: self.stream.take_over()
+        r = self.rollout or self._begin_rollout()
         for k in self._counters: setattr(self, k, progress[k])
         self.progress = UpdateProgress.of(progress, state["rollout"].get("variance"))
         r.load_state_dict(state["rollout"])
 
     def _begin_if_not_restored(self, rollout: Rollout) -> None:
         "Begin all episodes anew, with a warning, unless the environments were restored."
-        marked, self.waits_for = self.waits_for, None
-        if (vars(self.stream.envs.unwrapped).get("restored"),) != marked: return
+        self.waits = False
+        if self.stream.restored: return
         warnings.warn("the environments were not restored with the learner, so their episodes begin anew, and memory "
                       "with them: save EnvState(envs) in the same checkpoint, or give the environment a state_dict and "
                       "a load_state_dict", stacklevel=6)

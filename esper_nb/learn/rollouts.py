@@ -188,10 +188,20 @@ class EnvStream:
         "Reset the environments: an episode begins in every lane."
         obs, info = self.envs.reset(seed=seed)
         _check_info(info)
-        vars(self.base)["streamed"] = self.number
+        self.take_over()
         self.obs, self.mask = self._to(flat_observations(obs, self.space)), None
         self.start, self.valid = self._flags(True), self._flags(True)
         self._read_mask(info, np.ones(self.n, bool))
+
+    def take_over(self) -> None:
+        "Go on from the state in which the environments are."
+        vars(self.base)["streamed"] = self.number
+        vars(self.base).pop("restored", None)
+
+    @property
+    def restored(self) -> bool:
+        "Whether a saved state was loaded into these environments, and no stream has gone on from it yet."
+        return vars(self.base).get("restored") is not None
 
     @property
     def displaced(self) -> bool:
@@ -213,6 +223,7 @@ class EnvStream:
         """
         if self.displaced: raise RuntimeError("another stream has reset these environments, so `obs` is of an episode "
                                               "that is gone: reset() this one, and play on environments of their own")
+        vars(self.base).pop("restored", None)
         obs, reward, term, trunc, info = self.envs.step(to_env(action, self.actions))
         _check_info(info)
         term, trunc, reward = np.array(term, bool), np.array(trunc, bool), np.array(reward, np.float32) # copies

@@ -157,12 +157,12 @@ class EnvState:
     ) -> None:
         "Restore the state in an environment that was constructed in the same way."
         vars(self.envs.unwrapped).pop("streamed", None) # whoever has this state may go on from it
+        vars(self.envs.unwrapped)["restored"] = object() # a learner that is loaded goes on with these episodes
         if self.own is not None: return self.own.load_state_dict(state["own"])
         layers = _layers(self.envs)
         kinds, here = [s["kind"] for s in state["layers"]], [type(x).__name__ for x in layers]
         check(kinds == here, "layers", kinds, f"the environments that were saved; here are {here}")
         for layer, s in zip(layers, state["layers"]): _write_layer(layer, s)
-        vars(self.envs.unwrapped)["restored"] = object() # a learner that was loaded goes on with these episodes
 
 _structure = {"env", "envs", "spec", "metadata", "restored", "streamed"} # attributes that describe the construction
 

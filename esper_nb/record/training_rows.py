@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..core import finite_or_none, printable
+from ..core import check, finite_or_none, printable
 from ..guard import Governor, Report, loss_limits
 from ..grow import COOLING, LIVE, DecisionResult, Growing, Reason, SeedState, Slot, Stage
 from ..train import EpochResult, EvalResult, ImageData, Population, TextData
@@ -282,10 +282,11 @@ def closing_table(
     score = pop.data.measure
     grown = (size.seed + size.fossil).tolist()
     seeds = f", and {min(grown):,} to {max(grown):,} in seeds" if any(grown) else ""
-    spread = f"median {accuracy.median():.1f}, min {accuracy.min():.1f}, max {accuracy.max():.1f} {score.unit}"
+    middle, loss = (np.median(x.tolist()) for x in (accuracy, test.loss))
+    spread = f"median {middle:.1f}, min {accuracy.min():.1f}, max {accuracy.max():.1f} {score.unit}"
     lines = [("lanes", f"{pop.lanes}, each {int(size.host[0]):,} parameters{seeds}"),
              (f"test {score.name}", spread),
-             ("test loss", f"median {test.loss.median():.3f} {score.of_loss} (chance {pop.data.chance_loss:.3f})"),
+             ("test loss", f"median {loss:.3f} {score.of_loss} (chance {pop.data.chance_loss:.3f})"),
              ("epochs", f"{int(pop.epoch.max())} on {pop.data.num_train:,} examples each"),
              ("precision", repr(pop.precision)),
              ("speed", f"{sorted(rates)[len(rates) // 2]:,.0f} examples per second, all lanes together")]
@@ -441,6 +442,7 @@ def update_rows(
     >>> row["kind"], row["update"], row["update.env_steps"], "update.head_entropy.direction" in row
     ('update', 1, 8, True)
     """
+    check(isinstance(u, Update), "u", u, "an Update, which train_ppo yields")
     known = [h for h in u.head_entropy if h is not None]
     names = heads or [str(k) for k in range(len(u.head_entropy))]
     metrics = {k: getattr(u, k) for k in _update_columns} | dict(

@@ -17,6 +17,7 @@ from shlex import quote
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -115,9 +116,9 @@ def begin_fit(
     _check_faults(faults, pop.lanes, pop.epochs)
     check_trackers(log)
     described: dict[str, Any] = dict(task=pop.task.to_dict(), fit=pop.config.to_dict(), device=str(pop.workers.device))
-    described |= dict(measure=pop.data.measure, command=command_words(described), plugins=list(loaded_plugins()),
-                      faults=[f.to_dict() for f in faults], workers=pop.workers.count, log=list(log),
-                      made=None if made is None else dict(made))
+    described |= dict(measure=pop.data.measure, plugins=list(loaded_plugins()), faults=[f.to_dict() for f in faults],
+                      workers=pop.workers.count, log=list(log), made=None if made is None else dict(made))
+    described |= dict(command=command_words(described) if controller is None else None)
     folder = new_run(out, pop.task.name,
                      described | dict(version=__version__, torch=torch.__version__, origin=run_origin()))
     return FitRun(pop, folder, faults, controller, log)
@@ -174,7 +175,7 @@ def _note_place(folder: RunFolder, pop: Population, data: str | Path) -> None: #
     saved = folder.config()
     root = saved["made"] if is_own(pop.task.data) else saved["made"] | dict(root=str(data))
     now = saved | dict(task=pop.task.to_dict(), made=root)
-    folder.write_config(now | dict(command=command_words(now)))
+    folder.write_config(now | dict(command=command_words(now) if saved.get("command") else None))
 
 def saved_population(
     saved: Mapping[str, Any], # settings of a fit's folder
@@ -325,8 +326,8 @@ class FitRun(ResumableRun):
     def _beside_yardsticks(self, test: EvalResult) -> list[str]: # lines
         "Set the median network beside simple models on the same data."
         data = self.population.data
-        lines = yardstick_lines(yardsticks(data), float(test.accuracy_pp.median()), float(test.loss.median()),
-                                data.chance_loss, data.measure)
+        accuracy, loss = (float(np.median(x.tolist())) for x in (test.accuracy_pp, test.loss))
+        lines = yardstick_lines(yardsticks(data), accuracy, loss, data.chance_loss, data.measure)
         return [f"{'' if i else 'yardsticks':>14}  {line}" for i, line in enumerate(lines)]
 
     def _epoch(self) -> EpochResult:
@@ -367,7 +368,7 @@ class FitRun(ResumableRun):
             for r in self.epochs():
                 for report in r.reports: bar.write(f"Governor, epoch {r.epoch}: {report}")
                 bar.update()
-                held = None if r.heldout is None else float(r.heldout.accuracy_pp.median())
+                held = None if r.heldout is None else float(np.median(r.heldout.accuracy_pp.tolist()))
                 shown = "" if held is None else f"held-out {pop.data.measure.text(held)}, "
                 bar.set_postfix_str(f"{shown}{r.images_per_s:,.0f} examples/s")
 

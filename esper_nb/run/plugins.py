@@ -10,7 +10,7 @@ __all__ = ['GROUP', 'plugin_name', 'installed_plugins', 'loaded_plugins', 'packe
 
 # %% ../../nbs/run/86_plugins.ipynb #2a139895
 import hashlib, importlib, importlib.util, sys, traceback, warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -107,6 +107,8 @@ def load_plugin(
 
 def load_plugins(plugins: Iterable[str]) -> tuple[str, ...]: # their names
     "Load several plugins in the given order."
+    several = isinstance(plugins, Iterable) and not isinstance(plugins, str | Mapping)
+    check(several, "plugins", plugins, "a list of them, such as ['mine.py']")
     return tuple(map(load_plugin, plugins))
 
 # %% ../../nbs/run/86_plugins.ipynb #0eed61d2

@@ -18,7 +18,8 @@ from typing import Annotated, Any, TypeVar
 
 from ..core import Config, Count, RandomSeed, Range, changed_settings, check, one_of, option_text
 from ..grow import SHORT_LIFE, list_blueprints
-from ..train import FitConfig, ImageData, Task, TextData, get_task, is_own, list_tasks, task_words
+from ..train import (
+    Fault, FitConfig, ImageData, Task, TextData, get_task, is_own, list_tasks, parse_fault, task_words)
 from ..control import SHORT, EnvConfig, GrowVecEnv
 from ..learn import PPOConfig, PolicyConfig
 from ..record import TRACKERS
@@ -159,7 +160,7 @@ def task_recipe(task: Task) -> RunConfig:
     return RunConfig(task.name, _hosts(task, 8, horizon), _ppo(horizon, 20))
 
 def _named_recipe(name: str) -> RunConfig: # of a recipe, or of a task
-    def known(name: str) -> bool: return name in _recipes or name in list_tasks()
+    def known(name: str) -> bool: return name in [*_recipes, *list_tasks()]
     seek_in_plugins(str(name), known)
     names = sorted({*_recipes, *list_tasks()})
     check(known(name), "recipe", name, one_of(name, names))
@@ -232,8 +233,12 @@ def command_words(
     for k, v in changed.items():
         if learns and k == "ppo.seed": continue # set by the run's seed
         words += [options[k], option_text(v)] if k in options else ["--set", f"{k}={option_text(v)}"]
-    if learns and now["shards"] > 1 and not now["env"]["exact"]: words.append("--no-exact")
-    return words
+    if learns: return [*words, "--no-exact"] if now["shards"] > 1 and not now["env"]["exact"] else words
+    faults, made = [Fault.from_dict(f) for f in config.get("faults", ())], config.get("made", {})
+    if made is None or any(parse_fault(f.text) != f for f in faults): return None # there is more than options can say
+    words += [word for f in faults for word in ("--inject", f.text)]
+    words += [word for plugin in config.get("plugins", ()) for word in ("--import", plugin)]
+    return [*words, "--synthetic"] if made.get("synthetic") else words
 
 # %% ../../nbs/run/91_recipes.ipynb #527439e5
 def fair_env(

@@ -59,6 +59,8 @@ class SplitVecEnv(gym.vector.VectorEnv):
     (3, 3)
     >>> env.close()
     """
+    restored: object | None = None # as of a `GrowVecEnv`
+
     def __init__(self,
         config: EnvConfig, # of all lanes together
         shards: int = 2, # 1 to num_envs, of nearly equal size
@@ -178,6 +180,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
         for s, a, b in zip(self.shards, cuts, cuts[1:]): s.load(tree_to_bytes(saved[a:b]))
         self.steps = state["steps"]
         self._join(self._each("view"))
+        self.restored = object()
 
     def close_extras(self, **kwargs):
         for s in self.shards: s.close()

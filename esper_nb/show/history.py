@@ -310,7 +310,10 @@ class History:
     ):
         self.source = source
         self.capacity = capacity
-        self.columns = tuple(columns)
+        several = isinstance(columns, Iterable) and not isinstance(columns, str)
+        self.columns = tuple(columns) if several else ()
+        good = several and all(isinstance(name, str) for name in self.columns)
+        check(good, "columns", columns, "a list of names of columns, such as ['heldout.loss']")
         self.steps, self.x = source.begun # steps and batches done
         self.version = 0 # incremented with every change
         self.slots: tuple[str, ...] = () if source.model is None else tuple(source.model.names)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core import bootstrap_interval, check, interquartile_mean
+from ..core import bootstrap_interval, check, interquartile_mean, listed, whole_numbers
 from ..guard import RULES
 from ..record import (
     ALARM_RULES, Rollback, Row, StageSpan, axis_label, blueprint_stats, find_metric, lane_numbers, metric_names,
@@ -226,7 +226,11 @@ def plot_slots(
     >>> [text.get_text() for text in plot_slots(session.history.recorder.rows, lanes=[1]).texts]
     ['G']
     """
-    lanes = lane_numbers(rows) if lanes is None else list(lanes)
+    there = lane_numbers(rows)
+    chosen = there if lanes is None else whole_numbers(lanes)
+    good = chosen is not None and (not there or set(chosen) <= set(there))
+    check(good, "lanes", lanes, "numbers of lanes that have rows: {}", listed([*map(str, there)], 16))
+    lanes = chosen or []
     spans = [s for s in stage_spans(rows) if s.lane in lanes]
     known = next((r["run.slots"].split() for r in pick_rows(rows, "run")), None)
     slots = known or sorted({s.slot for s in spans})

@@ -154,10 +154,11 @@ def add_legend(
 def log_ticks(
     ax: Any, # axes with a logarithmic vertical axis
 ) -> None:
-    "Label a logarithmic axis with 1, 2, 5, 10 …, or with powers of ten over a wide range."
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    "Label a logarithmic axis with 1, 2, 5, 10 …, with powers of ten over a wide range, evenly over a narrow one."
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
     low, high = ax.get_ylim()
-    ax.yaxis.set_major_locator(LogLocator(subs=(1., 2., 5.) if high / low < 500 else (1.,)))
+    even = high < 5 * low # it may hold one of 1, 2 and 5, or none
+    ax.yaxis.set_major_locator(MaxNLocator(4) if even else LogLocator(subs=(1., 2., 5.) if high < 500 * low else (1.,)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
     ax.yaxis.set_minor_formatter(NullFormatter())
 

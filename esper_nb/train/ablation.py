@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -108,7 +109,8 @@ def lane_span(
     known = values[~values.isnan()]
     nan = f", {len(values) - len(known)} NaN" if len(known) < len(values) else ""
     if not len(known): return f"[{len(values)} lanes{nan}]"
-    return f"[{len(values)} lanes: median {text(known.median())}, {text(known.min())} to {text(known.max())}{nan}]"
+    span = f"median {text(np.median(known.tolist()))}, {text(known.min())} to {text(known.max())}"
+    return f"[{len(values)} lanes: {span}{nan}]"
 
 def tally_result(
     tally: Tally, # of `class_counts`, class by class

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 from ..core import (
     BUDGET, Config, Count, OneOf, Plan, Positive, PositiveOrInf, Precision, RandomSeed, Whole, Workers,
     activation_room, check, check_device, check_memory, choose_precision, listed, plan, put_lanes, repeatable,
-    take_lanes, use_threads, with_lanes)
+    seeded, take_lanes, use_threads, with_lanes)
 from ..guard import Governor, GovernorConfig, Report
 from ..grow import (
     ACTIVE, LIVE, MAX_BRANCHES, Blend, CNNConfig, Decision, DecisionResult, Event, Growing, ModuleHostConfig, Reason,
-    Rules, SeedState, Slot, Stage, Status, apply_decision, check_slots, decode_seed, explore_host, host_sites)
+    Rules, SeedState, Slot, Stage, Status, apply_decision, as_lanes, check_slots, decode_seed, explore_host, host_sites)
 from .ablation import Ablation, EvalResult, evaluate, lane_span, seed_tables
 from .data import ImageData, TextData
 from .gradients import gradient_health, growth_signals, norm_ratio
@@ -632,8 +632,7 @@ class Population:
         >>> pop.status().summary.split(";")[0]
         '6 of 6 slots empty'
         """
-        found = range(self.lanes) if lanes is None else [lanes] if isinstance(lanes, int) else lanes
-        best = [(i, each[0]) for i in found if (each := self.would_help(i))]
+        best = [(i, each[0]) for i in as_lanes(lanes, self.lanes) if (each := self.would_help(i))]
         return self.model.status(lanes)._replace(forecasts=[f"lane {i}: {w.text}" for i, w in best])
 
     def keep_result(self, result: EpochResult) -> EpochResult: # the same
@@ -758,6 +757,16 @@ def check_trained_memory(
     chosen = check_slots(list(task.slots) if slots is None else slots, host_sites(task.host))
     check_lane_memory(task, chosen, lanes, device, blueprints, _TRAINED_COPIES)
 
+def _check_one_example(model: Growing, data: ImageData | TextData) -> None:
+    "Raise for a network that cannot train on batches of one example; the model stays as it is."
+    x = next(iter(data.evaluate("train", 1)))[0]
+    try:
+        with seeded(0, "one example"), torch.no_grad(): model.lane(0).train()(x)
+    except ValueError as e:
+        if "more than 1 value per channel" not in str(e): raise
+        raise ValueError("batch_size=1, expected at least 2: a batch norm of this network takes a variance over the "
+                         "examples of a batch, and of one there is none") from e
+
 def new_population( # noqa: PLR0913  # task, settings, data, device and blueprints
     task: Task | str, # a task, or the name of one
     config: FitConfig = FitConfig(), # lanes, epochs, schedule, precision, Governor
@@ -798,6 +807,7 @@ def new_population( # noqa: PLR0913  # task, settings, data, device and blueprin
     check_memory("batch_size", size, 2 * lane_bytes(task, size, 2), "activations of one lane",
                  "take a smaller batch, or smaller examples", dev)
     model = create_model(made, chosen, dev, n, config.seed, blueprints, rules)
+    if size == 1: _check_one_example(model, data)
     precision = choose_precision(config.precision, dev)
     wanted = dev.type == "cuda" if config.graph is None else config.graph
     pop = Population(

@@ -82,6 +82,7 @@ def run_epoch(
     """
     check_population(pop)
     check_disturb(disturb)
+    check(callable(clock), "clock", clock, "a function of the name of a phase")
     whole_mask = isinstance(active, Tensor) and active.dtype == torch.bool and active.shape == (pop.lanes,)
     check(active is None or whole_mask, "active", active, f"a tensor of {pop.lanes} bools, or None for all lanes")
     if pop.graphs is not None: pop.graphs.sweep()
@@ -208,7 +209,10 @@ def train_group(
         if pop.workers.stopping.is_set(): return None
         g.ramp_to((b + .5) / len(batches))
         x, y = batches[b]
-        if disturb is not None: x, y = disturb(g.net.host, g.stepper, g.lanes, b, x, y)
+        if disturb is not None:
+            changed = disturb(g.net.host, g.stepper, g.lanes, b, x, y)
+            check(isinstance(changed, tuple) and len(changed) == 2, "what disturb returned", changed, "x and y")
+            x, y = changed
         if b == len(batches) - 1:
             with traced(g.net) if look else nullcontext(): steps.append(one(x, y, read_gradients))
         else: steps.append(one(x, y) if recorded is None else recorded(one, x, y))
