@@ -1645,3 +1645,35 @@ def test_a_rate_that_no_optimizer_has_is_not_said_to_be_cut():
         governor.watch(loss)
     told = [r.why for r in governor.reports if "nothing is lost by going back" in r.why]
     assert told and all("of your loop" in why and "should be cut" in why for why in told) and governor.lr_factor == 1.
+
+
+class Kept:
+    "A hidden state as an attribute."
+    def __init__(self): self.h = torch.zeros(8, 6)
+    def get(self): return self.h
+    def set(self, h): self.h = h
+
+class KeptInADict:
+    "The same as an entry."
+    def __init__(self): self.table = dict(h=torch.zeros(8, 6))
+    def get(self): return self.table["h"]
+    def set(self, h): self.table["h"] = h
+
+@pytest.mark.parametrize("make", [Kept, KeptInADict])
+def test_a_hidden_state_that_the_loop_begins_anew_is_otherwise_the_steps(make):
+    "As in truncated back-propagation: one with NaN stayed behind the rollback, since the loop had once written it."
+    def trained(harm):
+        torch.manual_seed(0)
+        net = nn.ModuleDict(dict(cell=nn.GRUCell(4, 6), head=nn.Linear(6, 4)))
+        opt = torch.optim.SGD(net.parameters(), lr=.1)
+        governor, kept, losses = Governor(net, opt, chance_loss=None, config=OFTEN), make(), []
+        def step(x):
+            kept.set(net["cell"](x, kept.get().detach()))
+            return descend(opt, F.mse_loss(net["head"](kept.get()), x))
+        for k, x in enumerate(torch.randn(80, 8, 4)):
+            if k % 20 == 0: kept.set(torch.zeros(8, 6))
+            if harm and k == 46:
+                with torch.no_grad(): net["cell"].weight_ih[0, 0] = torch.nan
+            losses.append(governor.run(step, x))
+        return losses[47:], [r.cause for r in governor.reports]
+    assert trained(True) == (trained(False)[0], ["external"])
