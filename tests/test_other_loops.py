@@ -1677,3 +1677,33 @@ def test_a_hidden_state_that_the_loop_begins_anew_is_otherwise_the_steps(make):
             losses.append(governor.run(step, x))
         return losses[47:], [r.cause for r in governor.reports]
     assert trained(True) == (trained(False)[0], ["external"])
+
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+@pytest.mark.parametrize("every", [5, 7])
+def test_gradients_that_one_of_two_optimizers_adds_up_end_with_its_step(every, way):
+    "A replay from a state in the middle of them was another run, and a missing zero_grad was blamed for any incident."
+    def trained(harm):
+        torch.manual_seed(0)
+        body, head = nn.Linear(4, 8), nn.Linear(8, 2)
+        seldom, often = torch.optim.Adam(body.parameters(), .01), torch.optim.SGD(head.parameters(), .05)
+        governor = Governor(body, head, seldom, often, chance_loss=None, config=OFTEN)
+        taken = 0
+        def step(x):
+            nonlocal taken
+            loss = descend(often, F.mse_loss(head(body(x).relu()), x[:, :2]))
+            taken += 1
+            if taken % every == 0:
+                seldom.step()
+                seldom.zero_grad()
+            return loss
+        def batches():
+            for k, x in enumerate(torch.randn(80, 8, 4)):
+                if k == 53 and harm:
+                    with torch.no_grad(): body.weight[0, 0] = torch.nan
+                yield x
+        for x in fed(governor, batches(), way): take(governor, step, x, way)
+        return [*body.parameters(), *head.parameters()], governor
+    (weights, governor), (clean, healthy) = trained(True), trained(False)
+    assert [r.cause for r in governor.reports] == ["external"] and not healthy.reports
+    assert all(map(torch.equal, weights, clean))
