@@ -1707,3 +1707,24 @@ def test_gradients_that_one_of_two_optimizers_adds_up_end_with_its_step(every, w
     (weights, governor), (clean, healthy) = trained(True), trained(False)
     assert [r.cause for r in governor.reports] == ["external"] and not healthy.reports
     assert all(map(torch.equal, weights, clean))
+
+
+def test_moments_of_ones_own_that_ruin_every_good_state_are_named():
+    "By `watch`: after each rollback one loss was fine, and the next was NaN again, without a word of why."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    moments = [torch.zeros_like(p) for p in net.parameters()]
+    governor = Governor(net, chance_loss=None, config=OFTEN)
+    for k, x in enumerate(torch.randn(60, 8, 4)):
+        if k == 46:
+            with torch.no_grad(): net.weight[0, 0] = torch.nan
+        loss = F.mse_loss(net(x), x[:, :2])
+        net.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p, m in zip(net.parameters(), moments):
+                m.mul_(.9).add_(p.grad)
+                p.sub_(.01 * m)
+        governor.watch(loss)
+    first, *more = governor.reports
+    assert not first.why and more and all("moments[0] and 1 more has NaN in it" in r.why for r in more)
