@@ -1728,3 +1728,40 @@ def test_moments_of_ones_own_that_ruin_every_good_state_are_named():
         governor.watch(loss)
     first, *more = governor.reports
     assert not first.why and more and all("moments[0] and 1 more has NaN in it" in r.why for r in more)
+
+
+class Noisy(nn.Module):
+    "Its noise lies in memory that is allocated once and drawn anew in each step, as in Bayesian layers."
+    def __init__(self, memory, draws):
+        super().__init__()
+        self.layer, self.draws = nn.Linear(4, 4), draws
+        self.register_buffer("noise", memory)
+    def forward(self, x):
+        if self.draws: self.noise.data.normal_()
+        return self.layer(x) + .1 * self.noise.nan_to_num(0.)
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("harmed", [5, 46])
+def test_memory_that_no_step_has_written_yet_may_hold_nan(draws, harmed, way, caplog):
+    "It may hold anything: now and then a healthy script was refused before its first step."
+    torch.manual_seed(0)
+    net = Noisy(torch.full((8, 4), torch.nan), draws)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    def step(x): return descend(opt, F.mse_loss(net(x), x))
+    for k, x in enumerate(torch.randn(80, 8, 4)):
+        if k == harmed:
+            with torch.no_grad(): net.layer.weight[0, 0] = torch.nan
+        take(governor, step, x, way)
+    assert [r.batch for r in governor.reports] == [harmed] and net.layer.weight.isfinite().all()
+    assert net.noise.isfinite().all() == draws and ("since before the first step" in caplog.text) != draws
+    if draws:
+        net.noise.fill_(torch.nan) # like any other buffer by now
+        assert governor.snapshot.find_bad() == ("model.noise",)
+
+
+def test_weights_with_nan_are_refused_before_the_first_step():
+    net = nn.Linear(4, 4)
+    nn.init.constant_(net.weight, torch.nan)
+    with pytest.raises(RuntimeError, match="not finite: model.weight"): Governor(net)
