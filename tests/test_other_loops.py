@@ -1765,3 +1765,24 @@ def test_weights_with_nan_are_refused_before_the_first_step():
     net = nn.Linear(4, 4)
     nn.init.constant_(net.weight, torch.nan)
     with pytest.raises(RuntimeError, match="not finite: model.weight"): Governor(net)
+
+
+def test_a_list_of_losses_is_not_what_no_rollback_puts_back(caplog):
+    "Where a batch of infinite loss came right after a rollback, the log of the losses was to be given good values."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    losses = []
+    for k, x in enumerate(torch.randn(80, 8, 4)):
+        if k == 46:
+            with torch.no_grad(): net.weight[0, 0] = torch.nan
+        loss = F.mse_loss(net(x), x[:, :2]) * (torch.inf if k in (47, 48, 49) else 1.)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.detach())
+        governor.watch(loss)
+    assert [r.batch for r in governor.reports] == [46] and net.weight.isfinite().all()
+    assert len(losses) == 80 and "the restored weights give nan, too" in caplog.text
+    assert "has NaN in it" not in caplog.text

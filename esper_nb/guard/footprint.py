@@ -1477,6 +1477,7 @@ def ruined_in(
     owners = {id(p): m for m in modules for p in m.parameters(recurse=False)}
     buffers = {id(b) for m in modules for b in m.buffers(recurse=False)}
     bad = [x for i, x in walk.leaves.items() if i not in walk.known and not x.name.endswith(".grad") and has_nan(x.obj)]
+    bad = [x for x in bad if x.obj.dim() or not x.name.endswith("]")] # a number in a list is one of a log of losses
     return Ruined(layers=tuple((x.name, owners[id(x.obj)]) for x in bad if id(x.obj) in owners),
                   others=tuple(x.name for x in bad if id(x.obj) not in owners),
                   loose=tuple(x.name for x in bad if id(x.obj) not in owners and id(x.obj) not in buffers))
