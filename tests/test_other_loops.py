@@ -1643,3 +1643,144 @@ def test_a_rate_that_no_optimizer_has_is_not_said_to_be_cut():
         governor.watch(loss)
     told = [r.why for r in governor.reports if "nothing is lost by going back" in r.why]
     assert told and all("of your loop" in why and "should be cut" in why for why in told) and governor.lr_factor == 1.
+
+
+class Kept:
+    "A hidden state as an attribute."
+    def __init__(self): self.h = torch.zeros(8, 6)
+    def get(self): return self.h
+    def set(self, h): self.h = h
+
+class KeptInADict:
+    "The same as an entry."
+    def __init__(self): self.table = dict(h=torch.zeros(8, 6))
+    def get(self): return self.table["h"]
+    def set(self, h): self.table["h"] = h
+
+@pytest.mark.parametrize("make", [Kept, KeptInADict])
+def test_a_hidden_state_that_the_loop_begins_anew_is_otherwise_the_steps(make):
+    "As in truncated back-propagation: one with NaN stayed behind the rollback, since the loop had once written it."
+    def trained(harm):
+        torch.manual_seed(0)
+        net = nn.ModuleDict(dict(cell=nn.GRUCell(4, 6), head=nn.Linear(6, 4)))
+        opt = torch.optim.SGD(net.parameters(), lr=.1)
+        governor, kept, losses = Governor(net, opt, chance_loss=None, config=OFTEN), make(), []
+        def step(x):
+            kept.set(net["cell"](x, kept.get().detach()))
+            return descend(opt, F.mse_loss(net["head"](kept.get()), x))
+        for k, x in enumerate(torch.randn(80, 8, 4)):
+            if k % 20 == 0: kept.set(torch.zeros(8, 6))
+            if harm and k == 46:
+                with torch.no_grad(): net["cell"].weight_ih[0, 0] = torch.nan
+            losses.append(governor.run(step, x))
+        return losses[47:], [r.cause for r in governor.reports]
+    assert trained(True) == (trained(False)[0], ["external"])
+
+
+@pytest.mark.parametrize("way", ["run", "batches"])
+@pytest.mark.parametrize("every", [5, 7])
+def test_gradients_that_one_of_two_optimizers_adds_up_end_with_its_step(every, way):
+    "A replay from a state in the middle of them was another run, and a missing zero_grad was blamed for any incident."
+    def trained(harm):
+        torch.manual_seed(0)
+        body, head = nn.Linear(4, 8), nn.Linear(8, 2)
+        seldom, often = torch.optim.Adam(body.parameters(), .01), torch.optim.SGD(head.parameters(), .05)
+        governor = Governor(body, head, seldom, often, chance_loss=None, config=OFTEN)
+        taken = 0
+        def step(x):
+            nonlocal taken
+            loss = descend(often, F.mse_loss(head(body(x).relu()), x[:, :2]))
+            taken += 1
+            if taken % every == 0:
+                seldom.step()
+                seldom.zero_grad()
+            return loss
+        def batches():
+            for k, x in enumerate(torch.randn(80, 8, 4)):
+                if k == 53 and harm:
+                    with torch.no_grad(): body.weight[0, 0] = torch.nan
+                yield x
+        for x in fed(governor, batches(), way): take(governor, step, x, way)
+        return [*body.parameters(), *head.parameters()], governor
+    (weights, governor), (clean, healthy) = trained(True), trained(False)
+    assert [r.cause for r in governor.reports] == ["external"] and not healthy.reports
+    assert all(map(torch.equal, weights, clean))
+
+
+def test_moments_of_ones_own_that_ruin_every_good_state_are_named():
+    "By `watch`: after each rollback one loss was fine, and the next was NaN again, without a word of why."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    moments = [torch.zeros_like(p) for p in net.parameters()]
+    governor = Governor(net, chance_loss=None, config=OFTEN)
+    for k, x in enumerate(torch.randn(60, 8, 4)):
+        if k == 46:
+            with torch.no_grad(): net.weight[0, 0] = torch.nan
+        loss = F.mse_loss(net(x), x[:, :2])
+        net.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p, m in zip(net.parameters(), moments):
+                m.mul_(.9).add_(p.grad)
+                p.sub_(.01 * m)
+        governor.watch(loss)
+    first, *more = governor.reports
+    assert not first.why and more and all("moments[0] and 1 more has NaN in it" in r.why for r in more)
+
+
+class Noisy(nn.Module):
+    "Its noise lies in memory that is allocated once and drawn anew in each step, as in Bayesian layers."
+    def __init__(self, memory, draws):
+        super().__init__()
+        self.layer, self.draws = nn.Linear(4, 4), draws
+        self.register_buffer("noise", memory)
+    def forward(self, x):
+        if self.draws: self.noise.data.normal_()
+        return self.layer(x) + .1 * self.noise.nan_to_num(0.)
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+@pytest.mark.parametrize("draws", [True, False])
+@pytest.mark.parametrize("harmed", [5, 46])
+def test_memory_that_no_step_has_written_yet_may_hold_nan(draws, harmed, way, caplog):
+    "It may hold anything: now and then a healthy script was refused before its first step."
+    torch.manual_seed(0)
+    net = Noisy(torch.full((8, 4), torch.nan), draws)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    def step(x): return descend(opt, F.mse_loss(net(x), x))
+    for k, x in enumerate(torch.randn(80, 8, 4)):
+        if k == harmed:
+            with torch.no_grad(): net.layer.weight[0, 0] = torch.nan
+        take(governor, step, x, way)
+    assert [r.batch for r in governor.reports] == [harmed] and net.layer.weight.isfinite().all()
+    assert net.noise.isfinite().all() == draws and ("since before the first step" in caplog.text) != draws
+    if draws:
+        net.noise.fill_(torch.nan) # like any other buffer by now
+        assert governor.snapshot.find_bad() == ("model.noise",)
+
+
+def test_weights_with_nan_are_refused_before_the_first_step():
+    net = nn.Linear(4, 4)
+    nn.init.constant_(net.weight, torch.nan)
+    with pytest.raises(RuntimeError, match="not finite: model.weight"): Governor(net)
+
+
+def test_a_list_of_losses_is_not_what_no_rollback_puts_back(caplog):
+    "Where a batch of infinite loss came right after a rollback, the log of the losses was to be given good values."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    losses = []
+    for k, x in enumerate(torch.randn(80, 8, 4)):
+        if k == 46:
+            with torch.no_grad(): net.weight[0, 0] = torch.nan
+        loss = F.mse_loss(net(x), x[:, :2]) * (torch.inf if k in (47, 48, 49) else 1.)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        losses.append(loss.detach())
+        governor.watch(loss)
+    assert [r.batch for r in governor.reports] == [46] and net.weight.isfinite().all()
+    assert len(losses) == 80 and "the restored weights give nan, too" in caplog.text
+    assert "has NaN in it" not in caplog.text

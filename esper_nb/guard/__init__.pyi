@@ -57,12 +57,12 @@ from .footprint import (DYNAMIC as DYNAMIC, LIBRARIES as LIBRARIES, PLAIN as PLA
     module_of as module_of, Walk as Walk, is_library_class as is_library_class, is_data_of as is_data_of,
     holds_arrays as holds_arrays, tables_of_optimizers as tables_of_optimizers, wrapped_by as wrapped_by,
     StepWalk as StepWalk, mark_of as mark_of, top_name as top_name, Given as Given, arrays_in as arrays_in,
-    flat as flat, clone_of as clone_of, exchanged as exchanged, left_to_loop as left_to_loop,
-    moved_part as moved_part, tail_of as tail_of, Watched as Watched, names_of as names_of, kept_of as kept_of,
-    marks_of as marks_of, FootprintState as FootprintState, Footprint as Footprint, has_nan as has_nan,
-    is_nan_in as is_nan_in, Ruined as Ruined, ruined_in as ruined_in, callers as callers, walk_around as walk_around,
-    ruined_around as ruined_around, plays_around as plays_around, NotSeen as NotSeen, tensor_digest as tensor_digest,
-    values_inside as values_inside, batch_digest as batch_digest)
+    flat as flat, clone_of as clone_of, exchanged as exchanged, left_to_loop as left_to_loop, by_name as by_name,
+    is_still_there as is_still_there, moved_part as moved_part, tail_of as tail_of, Watched as Watched,
+    names_of as names_of, kept_of as kept_of, marks_of as marks_of, FootprintState as FootprintState,
+    Footprint as Footprint, has_nan as has_nan, is_nan_in as is_nan_in, Ruined as Ruined, ruined_in as ruined_in,
+    callers as callers, walk_around as walk_around, ruined_around as ruined_around, plays_around as plays_around,
+    NotSeen as NotSeen, tensor_digest as tensor_digest, values_inside as values_inside, batch_digest as batch_digest)
 from .gate import (GateConfig as GateConfig, NormHistory as NormHistory,
     once_there_are_gradients as once_there_are_gradients, gradients_of as gradients_of, measure_norm as measure_norm,
     name_nonfinite as name_nonfinite, name_largest as name_largest, GateEvent as GateEvent, UpdateGate as UpdateGate)
@@ -71,10 +71,10 @@ from .governor import (OWN_PARTS as OWN_PARTS, UNHEARD as UNHEARD, LEFT as LEFT,
 from .health import (LASTS as LASTS, JUMP as JUMP, STILL_NEAR as STILL_NEAR, SEEN as SEEN, LIKE as LIKE, LONG as LONG,
     MADE as MADE, TINY as TINY, MEANS as MEANS, STEEP as STEEP, UNUSED as UNUSED, SETTLED as SETTLED,
     RAISED as RAISED, LEAP as LEAP, GROWN as GROWN, HUGE as HUGE, SWOLLEN as SWOLLEN, ABSURD as ABSURD,
-    OFTEN as OFTEN, SHARE as SHARE, StateHealth as StateHealth, Bands as Bands, BufferBands as BufferBands,
-    PlainState as PlainState, LossCourse as LossCourse, length_of_moments as length_of_moments,
-    beyond_squares as beyond_squares, beyond_gradients as beyond_gradients, Means as Means, Sign as Sign,
-    Signs as Signs, is_steep as is_steep, Leap as Leap, RateCourse as RateCourse,
+    OFTEN as OFTEN, SHARE as SHARE, AT_ONCE as AT_ONCE, StateHealth as StateHealth, Bands as Bands,
+    BufferBands as BufferBands, PlainState as PlainState, LossCourse as LossCourse,
+    length_of_moments as length_of_moments, beyond_squares as beyond_squares, beyond_gradients as beyond_gradients,
+    Means as Means, Sign as Sign, Signs as Signs, is_steep as is_steep, Leap as Leap, RateCourse as RateCourse,
     other_optimizers as other_optimizers, forget_ruined as forget_ruined, UpdateWatch as UpdateWatch,
     Beside as Beside, StateJudge as StateJudge)
 from .loops import (GENERATORS as GENERATORS, LOADS as LOADS, STORES as STORES, STOPS as STOPS,
@@ -95,7 +95,7 @@ from .probation import (EARLY as EARLY, GOOD_STATE as GOOD_STATE, SavedAt as Sav
 from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import (set_setting as set_setting, has_rate as has_rate, rates_of as rates_of, scale_lr as scale_lr,
     LearningRates as LearningRates)
-from .recorder import (COPIED_FIRST as COPIED_FIRST, GroupRates as GroupRates, HasModes as HasModes,
+from .recorder import (COPIED_FIRST as COPIED_FIRST, ADDED as ADDED, GroupRates as GroupRates, HasModes as HasModes,
     RunModes as RunModes, out_of_shared_memory as out_of_shared_memory, own_copy as own_copy, is_cloned as is_cloned,
     is_data as is_data, Repeats as Repeats, Origin as Origin, number_of as number_of, RecordedStep as RecordedStep,
     StepRecorder as StepRecorder, RatePeaks as RatePeaks, RecordedIncident as RecordedIncident,

@@ -129,8 +129,9 @@ def carries_over(
 ) -> bool:
     "Whether steps add to gradients from before the good state, which does not have them: no replay is exact then."
     replay.begin()
-    for p in replay.params:
-        if p.requires_grad: p.grad = torch.ones_like(p)
+    for g, had in zip(replay.groups, replay.steps[0].grads):
+        for p in g["params"] if had else ():
+            if p.requires_grad: p.grad = torch.ones_like(p)
     return not same_number(replay.run(apart + 1)[-1], again)
 
 # %% ../../nbs/guard/26_causes.ipynb #7276e86c

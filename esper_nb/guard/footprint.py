@@ -15,9 +15,9 @@ __all__ = ['DYNAMIC', 'LIBRARIES', 'PLAIN', 'FIXED', 'ABSENT', 'SMALL', 'COPIED'
            'kind_of_effect', 'owned_by_parts', 'memory_of', 'has_state', 'attributes_of', 'slots_of', 'fields_of',
            'module_of', 'Walk', 'is_library_class', 'is_data_of', 'holds_arrays', 'tables_of_optimizers', 'wrapped_by',
            'StepWalk', 'mark_of', 'top_name', 'Given', 'arrays_in', 'flat', 'clone_of', 'exchanged', 'left_to_loop',
-           'moved_part', 'tail_of', 'Watched', 'names_of', 'kept_of', 'marks_of', 'FootprintState', 'Footprint',
-           'has_nan', 'is_nan_in', 'Ruined', 'ruined_in', 'callers', 'walk_around', 'ruined_around', 'plays_around',
-           'NotSeen', 'tensor_digest', 'values_inside', 'batch_digest']
+           'by_name', 'is_still_there', 'moved_part', 'tail_of', 'Watched', 'names_of', 'kept_of', 'marks_of',
+           'FootprintState', 'Footprint', 'has_nan', 'is_nan_in', 'Ruined', 'ruined_in', 'callers', 'walk_around',
+           'ruined_around', 'plays_around', 'NotSeen', 'tensor_digest', 'values_inside', 'batch_digest']
 
 # %% ../../nbs/guard/21_footprint.ipynb #ad6d1290
 import csv
@@ -278,7 +278,7 @@ class Inside(Names):
 
 class Keys(Names):
     "Some entries of a dict."
-    def __init__(self, obj: dict, name: str, names: Iterable):
+    def __init__(self, obj: dict, name: str, names: Iterable, table: dict | None = None): # the dict itself
         super().__init__(obj, name, names, obj)
     def labels(self): # list
         "Return the names."
@@ -1078,6 +1078,24 @@ def left_to_loop(
     names = place.names if isinstance(place, Names) else list(place.obj)
     return Keys(place.obj, place.name, [k for k in names if is_plain(place.obj.get(k, ABSENT))])
 
+def by_name(
+    place: ValuePlace, # that the loop has written
+    content: tuple | None, # what it holds since then; None: not known
+) -> dict[str, tuple[ValuePlace, tuple | None]]: # place and content of each variable, attribute or entry
+    "Return what was written under its names, each of them a place of its own."
+    if not isinstance(place, Names): return {place.name: (place, content if isinstance(place, Variable) else None)}
+    kind = type(place)
+    values = [None] * len(place.names) if content is None else [(v,) for v in content]
+    return {label: (kind(place.obj, place.name, [k], place.table), v)
+            for label, k, v in zip(place.labels(), place.names, values)}
+
+def is_still_there(
+    place: ValuePlace, # that the loop has written
+    content: tuple | None, # what it held since then; None: not known
+) -> bool:
+    "Whether a place holds what the loop has put there: what the step has written over it is the step's."
+    return content is None or alike(place.read(), content)
+
 def moved_part(
     place: ValuePlace, # now
     old: tuple, # its sign before
@@ -1256,7 +1274,8 @@ class Footprint:
         self.step, self.known = step, known
         self.steps = {code_of(step): step} # the latest of each kind: a lambda is another one for every batch
         self.last: dict[int, Kept] = {} # by id, what was copied last
-        self.by_loop: dict[str, ValuePlace] = {} # by name, variables and containers that the loop writes into
+        self.by_loop: dict[str, tuple[ValuePlace, tuple | None]] = {} # by name, variables and containers that the loop
+            # writes into, and what it has written there last; None: a part of a container
         self.counters: set[str] = set() # names of what a replay leaves as it is, unlike the run
         self.stand_ins: dict[int, Any] = {} # in a replay, for what the loop has let go of or written, by id of that
         self.look()
@@ -1365,8 +1384,8 @@ class Footprint:
         if step is not None and step != self.step: self.follow(step)
         given = self.watch.changed()
         if given is not None:
-            for place, _ in (*given.places, *given.tails):
-                self.by_loop.update({k: place for k in (place.labels() if isinstance(place, Names) else [place.name])})
+            for place, content in given.places: self.by_loop |= by_name(place, content)
+            for place, _ in given.tails: self.by_loop |= by_name(place, None)
         return given
 
     def follow(self, step: Callable): # of the loop
@@ -1403,13 +1422,13 @@ class Footprint:
 
         Whole numbers that only a replay leaves alone belong to them: they count what the run has done, but not again.
         """
-        mine = [left_to_loop(place, id(place.obj) in self.walk.shared) for place in self.by_loop.values()]
-        found = {id(place): place for place in mine}
+        mine = [place for place, content in self.by_loop.values() if is_still_there(place, content)]
+        found = {k: left_to_loop(place, id(place.obj) in self.walk.shared) for k, place in enumerate(mine)}
         for place in self.walk.places.values():
             if not isinstance(place, Names) or not self.counters.intersection(place.labels()): continue
             rows = zip(place.names, place.labels(), place.read())
             names = [k for k, label, value in rows if label in self.counters and type(value) is int]
-            if names: found[id(place)] = Names(place.obj, place.name, names, place.table)
+            if names: found[len(found)] = Names(place.obj, place.name, names, place.table)
         return Given(places=tuple((place, place.read()) for place in found.values()))
 
     def whole_numbers(self) -> dict[str, int]: # by name
@@ -1458,6 +1477,7 @@ def ruined_in(
     owners = {id(p): m for m in modules for p in m.parameters(recurse=False)}
     buffers = {id(b) for m in modules for b in m.buffers(recurse=False)}
     bad = [x for i, x in walk.leaves.items() if i not in walk.known and not x.name.endswith(".grad") and has_nan(x.obj)]
+    bad = [x for x in bad if x.obj.dim() or not x.name.endswith("]")] # a number in a list is one of a log of losses
     return Ruined(layers=tuple((x.name, owners[id(x.obj)]) for x in bad if id(x.obj) in owners),
                   others=tuple(x.name for x in bad if id(x.obj) not in owners),
                   loose=tuple(x.name for x in bad if id(x.obj) not in owners and id(x.obj) not in buffers))

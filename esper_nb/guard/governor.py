@@ -878,6 +878,9 @@ class Governor:
         taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes, hold=c.probation > 0)
         when.begin(hold=c.probation > 0 and bool(taken.lanes), config=c)
         if taken.lanes: checkup.note_taken(taken.lanes, None if shrunken else sizes)
+        if (unset := self.snapshot.still_unset()): self.log.remark(
+            "unset", f"{unset[0]} has had NaN in it since before the first step, and is left as it is; if the network "
+            "reads it in evaluation, as the statistics of a batch norm, put good values there")
         if taken.refused and not checkup.mend_moments(taken.bad, c):
             out += self._act(Moment().of_state(taken.bad, taken.refused))
         return out

@@ -6,10 +6,10 @@ Docs: https://esper-nb.github.io/esper_nb/guard/health.html.md"""
 
 # %% auto #0
 __all__ = ['LASTS', 'JUMP', 'STILL_NEAR', 'SEEN', 'LIKE', 'LONG', 'MADE', 'TINY', 'MEANS', 'STEEP', 'UNUSED', 'SETTLED', 'RAISED',
-           'LEAP', 'GROWN', 'HUGE', 'SWOLLEN', 'ABSURD', 'OFTEN', 'SHARE', 'StateHealth', 'Bands', 'BufferBands',
-           'PlainState', 'LossCourse', 'length_of_moments', 'beyond_squares', 'beyond_gradients', 'Means', 'Sign',
-           'Signs', 'is_steep', 'Leap', 'RateCourse', 'other_optimizers', 'forget_ruined', 'UpdateWatch', 'Beside',
-           'StateJudge']
+           'LEAP', 'GROWN', 'HUGE', 'SWOLLEN', 'ABSURD', 'OFTEN', 'SHARE', 'AT_ONCE', 'StateHealth', 'Bands',
+           'BufferBands', 'PlainState', 'LossCourse', 'length_of_moments', 'beyond_squares', 'beyond_gradients',
+           'Means', 'Sign', 'Signs', 'is_steep', 'Leap', 'RateCourse', 'other_optimizers', 'forget_ruined',
+           'UpdateWatch', 'Beside', 'StateJudge']
 
 # %% ../../nbs/guard/29_health.ipynb #983cef0e
 import gc
@@ -707,6 +707,13 @@ class Beside:
         else: self._suspect(Ruined())
         return self._say(names)
 
+    def look_again(self) -> str: # the sentence; empty: nothing was found
+        "Look where the good state was fine, and the first step from there has ruined it: by what it updates with."
+        if self.footprint() is not None: return ""
+        found = self._look_around(ruined_around, Ruined())
+        self.loose.update(found.loose)
+        return self._sentence(found.others)
+
     def plays(self) -> bool:
         "Whether the step, or the loop that reports its loss, uses an environment."
         footprint = self.footprint()
@@ -730,14 +737,17 @@ class Beside:
             self.handles.append(layer.register_forward_pre_hook(partial(_note_call, self.called, name)))
 
     def _say(self, names: Sequence[str]) -> str:
+        self.found = self._sentence(names) or self.found
+        return self.found if names else ""
+
+    def _sentence(self, names: Sequence[str]) -> str: # empty: no names
         if not names: return ""
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         hand_over = f"write Governor(model, optimizer, {top_name(names[0])}, ...)"
         if names[0] in self.loose: # a loop makes it anew for every batch, or it lies in what has no `state_dict`
             hand_over = "train with `governor.run` or in a loop of `governor.batches`, which find it by themselves"
-        self.found = (f"{names[0]}{more} has NaN in it, and no rollback puts it back, since it was not handed over: "
-                      f"put good values there, and {hand_over}")
-        return self.found
+        return (f"{names[0]}{more} has NaN in it, and no rollback puts it back, since it was not handed over: "
+                f"put good values there, and {hand_over}")
 
 # %% ../../nbs/guard/29_health.ipynb #2a4d21b3
 GROWN = 4 # times the weights of the good state: those that are as large have made the buffers what they are
@@ -746,6 +756,7 @@ SWOLLEN = 100. # times the weights of the good state: nobody means that if the l
 ABSURD = 1e18 # the same without one that was seen: one flipped bit of the exponent is 1e38
 OFTEN = 32 # updates that were left out, after which somebody should know,
 SHARE = .1 # if that is at least this share of them
+AT_ONCE = 2 # losses after a rollback that show what the first step from there has done
 
 def _end(patience: int, config: GovernorConfig) -> int: # losses
     return max(patience, 1) * (config.rollbacks + 1) # that all rollbacks of the budget would take
@@ -840,11 +851,19 @@ class StateJudge:
     def in_vain(self, m: Moment, patience: int, config: GovernorConfig) -> Moment:
         "Return what is known of a loss that is not finite, and the only action that is left where no rollback helps."
         if self.beside is None or not self.beside.found:
-            return m._replace(fields={**m.fields, "why": NAN_AGAIN}) if self.restores_in_vain else m
+            why = NAN_AGAIN if self.restores_in_vain else self._ruined_again()
+            return m._replace(fields={**m.fields, "why": why}) if why else m
         if self.health.damaged(): return m
         ends = self.health.in_a_row >= _end(patience, config)
         only = "skip" if m.before_step and not ends else "stop"
         return m._replace(fields={**m.fields, "why": self.beside.found}, only=only)
+
+    def _ruined_again(self) -> str: # empty: it was not, or steps are recorded
+        "Say what the first step from the good state may have ruined it with."
+        soon = self.run.good.probation.since <= AT_ONCE and self.health.in_a_row == 1
+        if not (soon and self.run.budget.rollbacks[0] > 0 and self.health.damaged()): return ""
+        found = "" if self.beside is None else self.beside.look_again()
+        return f"the first step from the good state has ruined it again{found and ': ' + found}"
 
     def _is_hopeless(self, row: int, config: GovernorConfig) -> bool: # losses in a row that are not finite
         "Whether something is ruined that no rollback puts back, and that the step reads; that is said once."

@@ -251,8 +251,9 @@ class Replay:
     def _follow_gradients(self, step: RecordedStep):
         "Let go of gradients that the loop has dropped before a step, as between two epochs of an accumulation."
         if any(map(bool, step.grads)): return
+        zeros = any(had is not None for had in step.grads)
         for p in self.params:
-            if p.grad is not None: p.grad = torch.zeros_like(p.grad) if step.grads else None
+            if p.grad is not None: p.grad = torch.zeros_like(p.grad) if zeros else None
 
     def agreed(self, losses: list[float]) -> list[float]: # as many on every rank
         "Return the means over ranks."

@@ -343,6 +343,7 @@ class Snapshot:
         self.banks = StateBanks(lanes, copies)
         self.writes = 0 # times that a state was put back
         self.masks: set[StateKey] = set() # buffers that were infinite from the start
+        self.unset: set[StateKey] = set() # buffers with NaN from the start on: memory that nothing has written yet
         self.own = own_settings_of(self.objects.values()) # by id of the optimizer
         self.background: BackgroundCopy | None = None # copies while the next batch is computed
         self.agree: Agree | None = None # for several processes: what is true on any, and whether numbers differ
@@ -359,12 +360,14 @@ class Snapshot:
         check(whole or not first, "lanes", lanes, "None: the first snapshot must hold everything")
         check(not hold or self.banks.copies == 2, "hold", hold, "False: with `copies=1` there is no room for probation")
         live = self._settled()
-        if first: self.masks = _masks(live, self.parts)
+        if first: self.masks, self.unset = _masks(live, self.parts), _unset(live, self.parts)
+        elif self.unset: self._look_at_unset(live)
         writer = self.background if hold and not first else None
         copied = None # which tensors are finite, where the bank is free and a core copies: found on the way
         free = whole and writer is None and not first and self.banks.is_spare_free(live)
         if free: copied = _copy_and_check(self.banks.pairs(live, wanted, True))
-        bad, refused = _vet(live if writer is None else writer.rest_of(live), self.parts, self.n, self.masks, copied)
+        vetted = live if writer is None else writer.rest_of(live)
+        bad, refused = _vet(vetted, self.parts, self.n, self.masks, self.unset, copied)
         if self.agree:
             flags, apart = self.agree([i in refused for i in range(self.n)], [_weights_of(live)])
             refused = list(range(self.n)) if apart else [i for i, x in enumerate(flags) if x]
@@ -495,7 +498,19 @@ class Snapshot:
 
     def find_bad(self) -> tuple[str, ...]: # names of tensors
         "Return what in the live state is not finite."
-        return tuple(map(".".join, _vet(self._settled(), self.parts, self.n, self.masks)[0]))
+        return tuple(map(".".join, _vet(self._settled(), self.parts, self.n, self.masks, self.unset)[0]))
+
+    def _look_at_unset(self, live: LiveState):
+        "Look at buffers like at any other once nothing of what was there at first is left, to which a run may go back."
+        good = self.good_state()
+        banks = (live.tensors, {} if good is None else good.bank)
+        self.unset = {k for k in self.unset if any(k in bank and bank[k].isnan().any() for bank in banks)}
+
+    def still_unset(self) -> tuple[str, ...]: # names
+        "Return the buffers that have had NaN in them from the start on."
+        live = self._settled() if self.unset else None
+        return () if live is None else tuple(sorted(
+            ".".join(k) for k in self.unset & live.tensors.keys() if live.tensors[k].isnan().any()))
 
     @torch.no_grad()
     def lane_sizes(self) -> np.ndarray: # (n,) float64
@@ -599,7 +614,9 @@ class Snapshot:
         "Return the state for a file: all banks, the published and the observed state."
         self.find_late(wait=True)
         rest = {i: _portable(v, self._lasting()) for i, v in self.banks.versions().items()}
-        return self.banks.state_dict() | dict(masks=sorted("|".join(k) for k in self.masks), rest=rest)
+        texts = {name: sorted("|".join(k) for k in found) for name, found in
+                 dict(masks=self.masks, unset=self.unset).items()}
+        return self.banks.state_dict() | texts | dict(rest=rest)
 
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
         "Put the banks back; load the parts themselves first, or restore them afterwards."
@@ -610,7 +627,7 @@ class Snapshot:
         check(names <= self.parts.keys(), "parts", sorted(names), "the parts of this snapshot: {}", list(self.parts))
         rest = {i: _revived(of, self.parts, live) for i, of in state["rest"].items()}
         self.banks.load_state_dict(state, rest, live)
-        self.masks = {_key(text) for text in state["masks"]}
+        self.masks, self.unset = [{_key(text) for text in state[name]} for name in ("masks", "unset")]
 
     def portable(
         self,
@@ -1063,14 +1080,14 @@ def own_settings_of(objects: Iterable) -> dict[int, OwnSettings]: # by id
     return {id(o): OwnSettings(o) for o in objects if isinstance(o, torch.optim.Optimizer) and not writes_only_state(o)}
 
 # %% ../../nbs/guard/12_snapshots.ipynb #850b0550
-def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[StateKey],
+def _vet(live: LiveState, parts: Mapping[str, AnyPart], n: int, masks: set[StateKey], unset: set[StateKey],
          known: Sequence[bool] | None = None) -> tuple[list[StateKey], list[int]]: # known: of each tensor, finite
     "Non-finite tensors, and the lanes that own them; a shared one condemns every lane."
     bad_sparse = [k for k, t in live.sparse.items() if not t.coalesce().values().isfinite().all()]
     bad_arrays = [] if n > 1 else [k for k in _infinite_arrays(live, parts) if k not in masks] # no lane owns them
     if bad_sparse or bad_arrays: return bad_sparse + bad_arrays, list(range(n))
     keys = [k for k, t in live.tensors.items()
-            if _may_be_infinite(t) and k not in masks and getattr(parts[k[0]].obj, "vetted", True)]
+            if _may_be_infinite(t) and k not in masks | unset and getattr(parts[k[0]].obj, "vetted", True)]
     sure = dict(zip(live.tensors, known)) if known else dict(zip(keys, _finite([live.tensors[k] for k in keys])))
     bad = [k for k in keys if not sure[k]]
     bad += [k for k in masks & live.tensors.keys() if live.tensors[k].isnan().any()]
@@ -1090,12 +1107,17 @@ def _infinite_arrays(live: LiveState, parts: Mapping[str, AnyPart]) -> list[Stat
 
 def _masks(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
     "Buffers of modules that are infinite by design, and arrays that are not finite from the start, such as a log."
-    found = set(_infinite_arrays(live, parts))
-    for k, t in live.tensors.items():
-        if not isinstance(parts[k[0]], ModulePart) or not t.is_floating_point(): continue
-        if isinstance(live.rest[k[0]]["named"].get(k[1]), nn.Parameter): continue
-        if torch.isinf(t).any() and not torch.isnan(t).any(): found.add(k)
-    return found
+    buffers = {k for k, t in _buffers(live, parts) if torch.isinf(t).any() and not torch.isnan(t).any()}
+    return buffers.union(_infinite_arrays(live, parts))
+
+def _unset(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
+    "Buffers with NaN, as memory has it that nothing has written yet."
+    return {k for k, t in _buffers(live, parts) if torch.isnan(t).any()}
+
+def _buffers(live: LiveState, parts: Mapping[str, AnyPart]) -> list[tuple[StateKey, Tensor]]:
+    "Buffers of modules."
+    return [(k, t) for k, t in live.tensors.items() if isinstance(parts[k[0]], ModulePart) and t.is_floating_point()
+            and not isinstance(live.rest[k[0]]["named"].get(k[1]), nn.Parameter)]
 
 def _finite(tensors: Sequence[Tensor]) -> list[bool]:
     "One flag per tensor: no NaN and no infinity in it."
