@@ -779,7 +779,8 @@ class RunJudge:
         reason, patience = verdict.reason(0), patience_of(config)
         seen = m
         m = m._replace(reasons={0: reason}, verdict=verdict)
-        bad = self.state.find_impossible(self.repairs.keeps_batches, exploded=reason == "explosion")
+        exploded, lost = reason == "explosion", reason == "non-finite"
+        bad = self.state.find_impossible(self.repairs.keeps_batches, exploded=exploded, unseen=exploded or lost)
         if bad: return PhaseMove.FAIL, m.of_state(bad)
         if reason == "non-finite":
             if self.state.is_harmless(m, patience, config): return self._follow_lost(seen, config)
