@@ -901,3 +901,10 @@ def test_another_optimizer_that_begins_with_sums_steps_on_behind_a_rollback():
         if i == 150: opt.state[net.weight]["sum"].fill_(torch.nan)
         governor.watch(update(opt, (net(torch.randn(16, 3)) - 1).square().mean()))
     assert governor.reports and net.weight.isfinite().all() and opt.state[net.weight]["sum"].isfinite().all()
+
+
+def test_statistics_of_a_batch_norm_with_nan_are_refused_before_the_first_step():
+    "Memory that nothing has written yet may hold it, but a layer of torch's fills its own."
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    net[1].running_var[1] = torch.nan
+    with pytest.raises(RuntimeError, match="model.1.running_var"): Snapshot(net).take()

@@ -880,7 +880,7 @@ class Governor:
         if taken.lanes: checkup.note_taken(taken.lanes, None if shrunken else sizes)
         if (unset := self.snapshot.still_unset()): self.log.remark(
             "unset", f"{unset[0]} has had NaN in it since before the first step, and is left as it is; if the network "
-            "reads it in evaluation, as the statistics of a batch norm, put good values there")
+            "reads it, put good values there")
         if taken.refused and not checkup.mend_moments(taken.bad, c):
             out += self._act(Moment().of_state(taken.bad, taken.refused))
         return out

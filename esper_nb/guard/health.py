@@ -343,6 +343,7 @@ class Signs:
         self.gap = 0 # most calls between two updates, as where gradients are accumulated
         self.relieved = False # somebody else looks at the state before and after the step, and tells what was written
         self.others = partial(other_optimizers, optimizers)
+        self.asked: tuple[int, str] | None = None # call of `watch` at the latest search for them, and their kinds
         self.params = partial(trained_by, optimizers)
         self.first: tuple[int, int] | None = None # call of `watch` at the first look for an update, bits of the weights
         self.handles = hook_steps(optimizers, self._before, self._after)
@@ -436,7 +437,9 @@ class Signs:
         since = f"no optimizer among the parts has stepped since batch {self.latest}"
         if late > max(SETTLED, 2 * self.gap):
             return f"{since}: if another one trains the weights now, make a Governor with that one"
-        kinds = ", ".join(sorted({type(o).__name__ for o in self.others()}))
+        if self.asked is None or not 0 <= self.batch() - self.asked[0] < UNUSED: # a search through all objects
+            self.asked = self.batch(), ", ".join(sorted({type(o).__name__ for o in self.others()}))
+        kinds = self.asked[1]
         if not kinds: return ""
         return (f"{since}, and there is another one for the same weights ({kinds}): if that one trains them now, make "
                 "a Governor with it, since a rollback leaves its moments and its rate as they are")
