@@ -1112,7 +1112,8 @@ def _masks(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
 
 def _unset(live: LiveState, parts: Mapping[str, AnyPart]) -> set[StateKey]:
     "Buffers with NaN, as memory has it that nothing has written yet; layers of torch fill theirs when they are made."
-    def is_of_torch(k): return type(parts[k[0]].obj.get_submodule(k[1].rpartition(".")[0])).__module__.startswith("torch.")
+    def owner(k): return parts[k[0]].obj.get_submodule(k[1].rpartition(".")[0])
+    def is_of_torch(k): return type(owner(k)).__module__.startswith("torch.")
     return {k for k, t in _buffers(live, parts) if torch.isnan(t).any() and not is_of_torch(k)}
 
 def _buffers(live: LiveState, parts: Mapping[str, AnyPart]) -> list[tuple[StateKey, Tensor]]:
