@@ -138,6 +138,7 @@ class AttachedModel(Growing):
             return quiet & {k for k in self.names if any(self.slot(k).in_use(b).any() for b in self.slot(k).banks)}
         return self.passed_by & quiet
 
+# %% ../../nbs/grow/26_module_hosts.ipynb #a7afe1e4
 class _Ran:
     "Whether something has run; only ever written while compiling, so that no graph depends on it."
     yes = False
@@ -438,6 +439,7 @@ def _input_hint(module: nn.Module, config: ModuleHostConfig, error: Exception) -
     if config.reads != "BL" and looks_up and "indices" in str(error): return f"; it looks tokens up: {LABELLED_TOKENS}"
     return "; rows of numbers are reads='BC'" if config.reads == "BCHW" and (config.shape or ())[1:] == (1, 1) else ""
 
+# %% ../../nbs/grow/26_module_hosts.ipynb #3364ab3f
 @lru_cache(32)
 def _explored(config: ModuleHostConfig, factory: Callable[..., nn.Module]) -> Explored: # factory: of that name, now
     make = config.maker

@@ -465,6 +465,7 @@ class Signs:
         self.memories[id(optimizer)].note(plain_weights(trained_by([optimizer])))
         self.known[id(optimizer)] = self.writes()
 
+# %% ../../nbs/guard/29_health.ipynb #223e1332
 def _owned(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {f"tensor {i}": t for i, t in enumerate(owned_by([optimizer]))}
 
