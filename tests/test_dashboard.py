@@ -371,8 +371,7 @@ def test_what_the_governor_only_notes_is_a_line_of_the_log_once(run):
     s.provoke("nan", 0).wait()
     steps(s, 10)
     lines = [n.text for n in s.notes if n.kind == "control"]
-    waits, = [t for t in lines if "→ wait" in t]
-    assert waits.startswith("lane 0: explosion (loss ") and waits.endswith(": 48 losses, then old weights are compared")
+    assert not any("→ wait" in t for t in lines) # for old weights: these cannot be meant
     dropped, = [t for t in lines if t.endswith(" → dropped")]
     assert dropped.startswith("lane 0: update 1") and "not finite" in dropped
     assert len([n for n in s.notes if n.kind == "verdict"]) == 2

@@ -201,9 +201,10 @@ def test_metrics_of_ones_own_are_rows_that_a_report_draws(tmp_path):
 def test_the_command_of_a_fit_says_all_of_it_or_is_not_given(tmp_path):
     def words(made=None, **given): return begin_fit(small(), tmp_path, made=made, **given).folder.config()["command"]
     plain, ruin = words(made={}), [Fault("drift", lane=0, epoch=2), Fault("nan", lane=1, epoch=3)]
+    def more(**given): return [word for word in words(**given) if word not in plain] # which has plugins of the process
     assert plain[:3] == ["esper-nb", "fit", "digits"]
-    assert words(made={}, faults=ruin)[-4:] == ["--inject", "drift:0:2", "--inject", "nan:1:3"]
-    assert words(made=dict(synthetic=True)) == [*plain, "--synthetic"]
+    assert more(made={}, faults=ruin) == ["--inject", "drift:0:2", "--inject", "nan:1:3"]
+    assert more(made=dict(synthetic=True)) == ["--synthetic"]
     assert [words(made={}, faults=FAULTS), words(made={}, controller=Gardener()), words()] == [None] * 3
 
 

@@ -327,11 +327,11 @@ class Signs:
         recent: Sequence[float] = (), # the latest losses, always
         aside: Callable[[], bool] = bool, # whether old weights are in place, with the Governor's own rates
         largest: Callable[[torch.optim.Optimizer], float] = lambda optimizer: 0., # norm of its gradients; 0: not known
-        mend: Callable[[torch.optim.Optimizer], bool] = lambda optimizer: False, # its moments; False: that failed
+        mend: Callable[[torch.optim.Optimizer], tuple[str, ...]] = lambda optimizer: (), # its moments; their names
     ):
         self.batch, self.recent = batch, recent
         self.largest, self.beyond = largest, dict[int, Sign]() # by writes of the Governor: what cannot be true
-        self.mend, self.mended = mend, list[Sign]() # and what was mended before an update has used it
+        self.mend, self.mended = mend, list[tuple[Sign, tuple[str, ...]]]() # what was mended before an update used it
         self.begun: dict[int, float] = {} # by id of the optimizer: what its moments say of gradients before the first
         self.writes, self.aside = writes, aside
         self.seen: deque[Sign] = deque(maxlen=256)
@@ -368,7 +368,7 @@ class Signs:
             text = f"moments of {type(o).__name__}: {much} times what any gradients so far can have made of them"
             if times <= MADE: continue
             sign = self.seen[-1]._replace(what=text)
-            if mend and self.mend(o): self.mended.append(sign)
+            if mend and (names := self.mend(o)): self.mended.append((sign, names))
             else: self.beyond = {self.writes(): sign}
 
     @property
@@ -629,7 +629,7 @@ class UpdateWatch:
         "Return the latest write of what no updates can have made."
         return None if self.signs is None else self.signs.impossible
 
-    def take_mended(self) -> list[Sign]:
+    def take_mended(self) -> list[tuple[Sign, tuple[str, ...]]]: # with names
         "Return the moments that were put back before an update has used them, since the last call."
         if self.signs is None or not self.signs.mended: return []
         mended, self.signs.mended = self.signs.mended, []
@@ -663,11 +663,12 @@ def _largest(gate: UpdateGate | None, optimizer: torch.optim.Optimizer) -> float
     if gate is None: return 0.
     return gate.sides[id(optimizer)].history.largest
 
-def _mend(snapshot: Snapshot, optimizer: torch.optim.Optimizer) -> bool: # whether they were there
+def _mend(snapshot: Snapshot, optimizer: torch.optim.Optimizer) -> tuple[str, ...]: # names; empty: it has none
     "Put back the moments of an optimizer, and nothing else."
     name = next(k for k, o in snapshot.objects.items() if o is optimizer)
     of = MEANS[type(optimizer)]
-    return snapshot.mend([k for k in tensors_of_parts({name: optimizer}) if k.rpartition(".")[2] in of[:2]])
+    names = tuple(k for k in tensors_of_parts({name: optimizer}) if k.rpartition(".")[2] in of[:2])
+    return names if snapshot.mend(names) else ()
 
 def _names(snapshot: Snapshot) -> list[tuple[str, Tensor]]: # of all parameters
     models = {k: m for k, m in snapshot.objects.items() if isinstance(m, torch.nn.Module)}
@@ -911,8 +912,9 @@ class StateJudge:
 
     def file_mended_moments(self, config: GovernorConfig) -> tuple[Report, ...]:
         "File the moments that were put back before an update has used them."
-        what = tuple(sign.what for sign in self.updates.take_mended())
-        return (self._file_mended("moments", what, (), config),) if what else ()
+        mended = self.updates.take_mended()
+        what, names = tuple(sign.what for sign, _ in mended), tuple(name for _, found in mended for name in found)
+        return (self._file_mended("moments", what, names, config),) if mended else ()
 
     def mend_moments(self, bad: tuple[str, ...], replays: bool, config: GovernorConfig) -> bool: # tensors, not finite
         "Where only moments of an optimizer are not finite, restore these alone, so that no batch is lost."
