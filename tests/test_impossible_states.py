@@ -288,3 +288,20 @@ def test_squares_that_were_lost_are_undone_before_many_updates_divide_by_them(ki
     run.change(lambda t: t.mul_(1e-6), {"exp_avg_sq"})
     report, = run.train(30)
     assert report.reason == "state" and report.lost is None
+
+
+OTHERS = dict(
+    adadelta=lambda p: torch.optim.Adadelta(p), adafactor=lambda p: torch.optim.Adafactor(p),
+    adagrad=lambda p: torch.optim.Adagrad(p), muon=lambda p: torch.optim.Muon([q for q in p if q.ndim == 2]))
+
+@pytest.mark.parametrize("kind", ["adam", "sgd", *(pytest.param(k, marks=pytest.mark.slow) for k in OTHERS)])
+def test_moments_that_are_not_finite_are_put_back_before_an_update_spreads_them(kind, monkeypatch):
+    monkeypatch.setattr("test_impossible_states.OPTIMIZERS", OPTIMIZERS | OTHERS)
+    run = Classes(kind)
+    run.train(120)
+    with torch.no_grad():
+        for t in [t for s in run.opt.state.values() for t in s.values() if isinstance(t, torch.Tensor) and t.dim()]:
+            t.view(-1)[0] = torch.nan
+    report, = run.train(60)
+    assert report.reason == "state" and report.lost is None
+    assert all(p.isfinite().all() for p in run.net.parameters())

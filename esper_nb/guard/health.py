@@ -282,7 +282,9 @@ def beyond_gradients(
     optimizer: torch.optim.Optimizer,
     largest: float, # norm of all gradients that it has had; 0: not known
 ) -> float: # 0: nothing is known
-    "Return how many times larger moments are than updates can have made them."
+    "Return how many times larger moments are than updates can have made them; infinity if they are not finite."
+    kept = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.is_floating_point()]
+    if not all(v.isfinite().all() for v in kept): return math.inf
     length, beside = length_of_moments(optimizer), beyond_squares(optimizer)
     if not (length and 0 < largest < math.inf): return beside
     decays = [g for g in optimizer.param_groups
@@ -364,9 +366,10 @@ class Signs:
         for o in optimizers:
             largest = self.largest(o) and max(self.largest(o), self.begun.get(id(o), math.inf))
             times = beyond_gradients(o, largest)
-            much = "over a million" if times > 1e6 else f"{times:.3g}"
-            text = f"moments of {type(o).__name__}: {much} times what any gradients so far can have made of them"
             if times <= MADE: continue
+            much = "over a million" if times > 1e6 else f"{times:.3g}"
+            text = f"moments of {type(o).__name__}: " + (
+                f"{much} times what any gradients so far can have made of them" if times < math.inf else "not finite")
             sign = self.seen[-1]._replace(what=text)
             if mend and (names := self.mend(o)): self.mended.append((sign, names))
             else: self.beyond = {self.writes(): sign}
@@ -666,8 +669,7 @@ def _largest(gate: UpdateGate | None, optimizer: torch.optim.Optimizer) -> float
 def _mend(snapshot: Snapshot, optimizer: torch.optim.Optimizer) -> tuple[str, ...]: # names; empty: it has none
     "Put back the moments of an optimizer, and nothing else."
     name = next(k for k, o in snapshot.objects.items() if o is optimizer)
-    of = MEANS[type(optimizer)]
-    names = tuple(k for k in tensors_of_parts({name: optimizer}) if k.rpartition(".")[2] in of[:2])
+    names = tuple(k for k, t in tensors_of_parts({name: optimizer}).items() if t.dim()) # not counts of updates
     return names if snapshot.mend(names) else ()
 
 def _names(snapshot: Snapshot) -> list[tuple[str, Tensor]]: # of all parameters
