@@ -305,3 +305,35 @@ def test_moments_that_are_not_finite_are_put_back_before_an_update_spreads_them(
     report, = run.train(60)
     assert report.reason == "state" and report.lost is None
     assert all(p.isfinite().all() for p in run.net.parameters())
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, 1e-3, fused=True),
+                                  lambda p: torch.optim.SGD(p, .02, momentum=.9, fused=True)], ids=["adam", "sgd"])
+def test_updates_of_fused_kernels_are_seen_and_no_state_lies_amid_gradients_that_add_up(make):
+    "Torch counts no writes of theirs: `zero_grad()` was called missing, and a replay could not be exact."
+    ends = []
+    for ruined in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 6))
+        opt, kinds = make(net.parameters()), torch.randn(6, 16)
+        counts = dict(micro=0)
+
+        def step(batch, net=net, opt=opt, counts=counts):
+            x, y = batch
+            loss = F.cross_entropy(net(x), y)
+            (loss / 3).backward()
+            counts["micro"] += 1
+            if counts["micro"] % 3 == 0:
+                opt.step()
+                opt.zero_grad()
+            return loss
+
+        governor = Governor(net, opt)
+        for k in range(200):
+            y = torch.randint(6, (32,))
+            if ruined and k == 140:
+                with torch.no_grad(): net[2].weight.mul_(300.)
+            governor.run(step, (kinds[y] + 2.5 * torch.randn(32, 16), y))
+        ends.append([p.detach().clone() for p in net.parameters()])
+    report, = governor.reports
+    assert report.cause == "external" and all(map(torch.equal, *ends))

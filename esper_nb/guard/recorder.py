@@ -215,6 +215,14 @@ def _local_any(t: Tensor) -> Tensor: # () bool
 COPIED_FIRST = 3 # first batches of which copies are kept: more than are rehearsed
 ADDED = 64 # latest steps among which gradients that add up are to be let go of
 
+def _version_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Any: # 0: it is empty
+    "Return what changes with the first weight of a group: writes into it, or updates, where fused kernels count none."
+    if not group["params"]: return 0
+    p = group["params"][0]
+    if not group.get("fused") or not p.is_cpu: return p._version # noqa: SLF001
+    updates = optimizer.state[p].get("step") if p in optimizer.state else None
+    return float(updates) if updates is not None else (p._version, p.detach().reshape(-1)[:64].tolist()) # noqa: SLF001
+
 class StepRecorder:
     "The latest steps of a run: batches by reference, or by what they are fetched by, random streams, settings."
     def __init__(
@@ -437,8 +445,8 @@ class StepRecorder:
 
     def _weigh(self, by: int): self.held += by # bytes
 
-    def _versions(self) -> list[int]: # how often the first weight of every group has changed; 0: it is empty
-        return [g["params"][0]._version if g["params"] else 0 for o in self.optimizers for g in o.param_groups] # noqa: SLF001
+    def _versions(self) -> list[Any]: # of every group; equal ones: it was not updated in between
+        return [_version_of(o, g) for o in self.optimizers for g in o.param_groups]
 
     def _has_gradients(self) -> list[Tensor | None]: # () bool, by its last parameter with one; not waited for
         found = [next((p.grad for p in reversed(g["params"]) if p.grad is not None), None)
