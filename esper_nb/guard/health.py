@@ -334,6 +334,7 @@ class Signs:
         self.batch, self.recent = batch, recent
         self.largest, self.beyond = largest, dict[int, Sign]() # by writes of the Governor: what cannot be true
         self.mend, self.mended = mend, list[tuple[Sign, tuple[str, ...]]]() # what was mended before an update used it
+        self.mends = False # whether it may be: ranks have to agree, and a replay has to be exact
         self.begun: dict[int, float] = {} # by id of the optimizer: what its moments say of gradients before the first
         self.writes, self.aside = writes, aside
         self.seen: deque[Sign] = deque(maxlen=256)
@@ -371,7 +372,7 @@ class Signs:
             text = f"moments of {type(o).__name__}: " + (
                 f"{much} times what any gradients so far can have made of them" if times < math.inf else "not finite")
             sign = self.seen[-1]._replace(what=text)
-            if mend and (names := self.mend(o)): self.mended.append((sign, names))
+            if mend and self.mends and (names := self.mend(o)): self.mended.append((sign, names))
             else: self.beyond = {self.writes(): sign}
 
     @property
@@ -913,7 +914,8 @@ class StateJudge:
         return (self._file_mended("buffers", tuple(jumped), names, config),)
 
     def file_mended_moments(self, config: GovernorConfig) -> tuple[Report, ...]:
-        "File the moments that were put back before an update has used them."
+        "File the moments that were put back before an update has used them; say whether that may go on."
+        if self.updates.signs is not None: self.updates.signs.mends = not (config.replay or self.run.ranks)
         mended = self.updates.take_mended()
         what, names = tuple(sign.what for sign, _ in mended), tuple(name for _, found in mended for name in found)
         return (self._file_mended("moments", what, names, config),) if mended else ()
