@@ -239,6 +239,9 @@ class LossCourse:
 MADE = 3. # times what gradients can have made of moments; above it something else has
 TINY = 1e-15 # entries whose squares may be lost
 
+def _is_plain(t: Any) -> bool: # a class of its own may lack any operation
+    return type(t) is Tensor and t.is_floating_point() and t.layout is torch.strided
+
 def length_of_moments(
     optimizer: torch.optim.Optimizer,
 ) -> float: # 0: there are none, or nothing follows from them
@@ -254,8 +257,8 @@ def length_of_moments(
         if of.first == "momentum_buffer" and momentum >= 1: return 0. # it sums up without end
         most = 1. / (1. - momentum) if of.first == "momentum_buffer" else 1.
         kept = [optimizer.state[p] for p in group["params"] if optimizer.state.get(p)]
-        firsts += [_norm(s[of.first].double()) / most for s in kept if isinstance(s.get(of.first), Tensor)]
-        squares += [float(s[of.second].detach().double().sum()) for s in kept if isinstance(s.get(of.second), Tensor)]
+        firsts += [_norm(s[of.first].double()) / most for s in kept if _is_plain(s.get(of.first))]
+        squares += [float(s[of.second].detach().double().sum()) for s in kept if _is_plain(s.get(of.second))]
     return max(math.hypot(*firsts), math.sqrt(max(sum(squares), 0.)))
 
 def beyond_squares(
@@ -273,7 +276,8 @@ def beyond_squares(
         most = (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1 ** 2 / beta2))
         for kept in (optimizer.state.get(p, {}) for p in group["params"]):
             m, v = kept.get(of.first), kept.get(of.second)
-            if m is None or v is None or not m.numel() or v.dtype == torch.float16: continue # there squares may be lost
+            if not (_is_plain(m) and _is_plain(v) and m.numel()): continue
+            if v.dtype == torch.float16: continue # which loses small squares
             m, v = m.detach().abs().double(), v.detach().double().clamp(min=0)
             found.append(float(((m - TINY).clamp(min=0) / (most * v.sqrt() + TINY ** 2)).max()))
     return max(found)
@@ -283,7 +287,7 @@ def beyond_gradients(
     largest: float, # norm of all gradients that it has had; 0: not known
 ) -> float: # 0: nothing is known
     "Return how many times larger moments are than updates can have made them; infinity if they are not finite."
-    kept = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.is_floating_point()]
+    kept = [v for s in optimizer.state.values() for v in s.values() if _is_plain(v)]
     if not all(v.isfinite().all() for v in kept): return math.inf
     length, beside = length_of_moments(optimizer), beyond_squares(optimizer)
     if not (length and 0 < largest < math.inf): return beside

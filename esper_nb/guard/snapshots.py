@@ -1205,8 +1205,9 @@ def _weights_of(live: LiveState) -> float:
 def _norm_of(tensors: Sequence[Tensor]) -> float:
     "Return the norm of tensors as one vector; squares that overflow are computed once more, with more bits."
     usual = (torch.float32, torch.float64)
-    norm = float(get_total_norm([t if t.dtype in usual else t.double() for t in tensors]))
-    return norm if np.isfinite(norm) else float(get_total_norm([t.double() for t in tensors]))
+    real = [_real(t) for t in tensors]
+    norm = float(get_total_norm([t if t.dtype in usual else t.double() for t in real]))
+    return norm if np.isfinite(norm) else float(get_total_norm([t.double() for t in real]))
 
 def _weights(live: LiveState) -> list[tuple[StateKey, Tensor]]:
     "Return the parameters of all modules."
