@@ -336,7 +336,8 @@ class Signs:
         mend: Callable[[torch.optim.Optimizer], tuple[str, ...]] = lambda optimizer: (), # its moments; their names
     ):
         self.batch, self.recent = batch, recent
-        self.largest, self.beyond = largest, dict[int, Sign]() # by writes of the Governor: what cannot be true
+        self.largest = largest
+        self.beyond: tuple[int, Sign] | None = None # writes of the Governor until then, and what cannot be true
         self.mend, self.mended = mend, list[tuple[Sign, tuple[str, ...]]]() # what was mended before an update used it
         self.mends = False # whether it may be: ranks have to agree, and a replay has to be exact
         self.begun: dict[int, float] = {} # by id of the optimizer: what its moments say of gradients before the first
@@ -377,12 +378,12 @@ class Signs:
                 f"{much} times what any gradients so far can have made of them" if times < math.inf else "not finite")
             sign = self.seen[-1]._replace(what=text)
             if mend and self.mends and (names := self.mend(o)): self.mended.append((sign, names))
-            else: self.beyond = {self.writes(): sign}
+            else: self.beyond = self.writes(), sign
 
     @property
     def impossible(self) -> Sign | None: # None: nothing, or it was undone
         "Return the latest write of what no updates can have made."
-        return self.beyond.get(self.writes())
+        return self.beyond[1] if self.beyond is not None and self.beyond[0] == self.writes() else None
 
     def since(
         self,
@@ -636,6 +637,10 @@ class UpdateWatch:
     def impossible(self) -> Sign | None: # None: nothing, or it was undone
         "Return the latest write of what no updates can have made."
         return None if self.signs is None else self.signs.impossible
+
+    def allow_mending(self, allowed: bool):
+        "Say whether moments may be put back alone, before an update uses them."
+        if self.signs is not None: self.signs.mends = allowed
 
     def take_mended(self) -> list[tuple[Sign, tuple[str, ...]]]: # with names
         "Return the moments that were put back before an update has used them, since the last call."
@@ -918,8 +923,7 @@ class StateJudge:
         return (self._file_mended("buffers", tuple(jumped), names, config),)
 
     def file_mended_moments(self, config: GovernorConfig) -> tuple[Report, ...]:
-        "File the moments that were put back before an update has used them; say whether that may go on."
-        if self.updates.signs is not None: self.updates.signs.mends = not (config.replay or self.run.ranks)
+        "File the moments that were put back before an update has used them."
         mended = self.updates.take_mended()
         what, names = tuple(sign.what for sign, _ in mended), tuple(name for _, found in mended for name in found)
         return (self._file_mended("moments", what, names, config),) if mended else ()

@@ -630,6 +630,7 @@ class RunCheckup:
         "Look at the buffers, and mend those that have jumped."
         if self.run.ranks or not self.observed.calm: return None
         keeps_batches, due = self.recovery.repairs.keeps_batches, self.run.good.probation.is_due(config)
+        self.state.updates.allow_mending(not config.replay)
         if mended := self.state.file_mended_moments(config): return mended, ()
         if bad := self.state.find_impossible(keeps_batches, unseen=due): return (), bad
         self.comparison.calibration.begin(tuple(self.run.losses.recent))
