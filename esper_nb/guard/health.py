@@ -35,6 +35,7 @@ from .rates import rates_of
 from .reports import NAN_AGAIN, GovernorConfig, Report, logger, ordinal
 from .responses import GuardedRun, Moment
 from .rises import is_clearly_above
+from .shadows import Shadows
 from .snapshots import Snapshot, forget_state, owned_by, trained_by
 from .writes import Memories, StateWatch, plain_weights, tensors_of_parts
 
@@ -706,6 +707,7 @@ class Beside:
         self.called: set[str] = set() # of these, those that a step has called since
         self.loose: set[str] = set() # tensors with NaN that belong to no module, by name
         self.handles: list[Any] = []
+        self.shadows = Shadows() # averages, and what else follows the weights
 
     def look(
         self,
@@ -723,6 +725,14 @@ class Beside:
         if row == 2: self._suspect(found)
         else: self._suspect(Ruined())
         return self._say(names)
+
+    def follow(self):
+        "Keep what the loop writes in the shapes of its weights with the good states, once it is known."
+        if self.footprint() is not None: return # which has it
+        new, name = self._look_around(self.shadows.follow, []), "shadows"
+        if not new or any(o is self.shadows for o in self.snapshot.objects.values()): return
+        while name in self.snapshot.parts: name += "_"
+        self.snapshot.add(**{name: self.shadows})
 
     def look_again(self) -> str: # the sentence; empty: nothing was found
         "Look where the good state was fine, and the first step from there has ruined it: by what it updates with."
@@ -808,6 +818,11 @@ class StateJudge:
         self.run.log.remark("dropped", f"{count} of {max(count, updates)} updates so far did not happen, since their "
                             "gradients were not finite: the run learns from the other batches alone, if there are any; "
                             "`torch.autograd.detect_anomaly()` names the operation in which that begins")
+
+    def follow_shadows(self, early: bool = False): # only if nobody has looked so far
+        "Look for averages, and what else follows the weights, and keep it with the good states."
+        if self.beside is None or self.run.ranks or early and self.beside.shadows.looks: return
+        self.beside.follow()
 
     def find_impossible(
         self,

@@ -634,6 +634,7 @@ class RunCheckup:
         if mended := self.state.file_mended_moments(config): return mended, ()
         if bad := self.state.find_impossible(keeps_batches, unseen=due): return (), bad
         self.comparison.calibration.begin(tuple(self.run.losses.recent))
+        self.state.follow_shadows(early=True)
         health, probation = self.state.health, self.run.good.probation
         jumped = health.find_jumps()
         more = bool(jumped) and self.recovery.latest_is_bad()
@@ -681,6 +682,7 @@ class RunCheckup:
     def take_stock(self, config: GovernorConfig):
         "While nothing is wrong: say what is strange about the run, and ask whether the loss measures the weights."
         run, comparison = self.run, self.comparison
+        self.state.follow_shadows()
         if self.state.updates.leap: run.log.remark("rate", self.state.updates.leap)
         self.remark_unused()
         if idle := self.state.updates.find_idle(): run.log.remark("optimizer", idle)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..core import AnyPart, ModulePart, forget_noted, ndarrays_in, tensors_in, weights_in
 from .budget import Budget, blames_batch, is_extreme
 from .detector import RULES, LossStats, StatsMemory, Verdict, off_scale, on_scale
-from .footprint import Footprint, memory_of
+from .footprint import memory_of
 from .losses import LossQueue, Verdicts
 from .phases import Effect, PhaseMove
 from .probation import GoodFiles, GoodStates, SavedAt
@@ -69,7 +69,7 @@ def not_exchanged(
     left = (*clocks_of(snapshot), *(name for name in ("governor_stats", "update_gate") if name in snapshot.parts))
     if absurd: return left
     judges = untrained_in(snapshot.objects, [p for g in rates.groups for p in g["params"]])
-    return (*left, *judges, *(name for name, obj in snapshot.objects.items() if isinstance(obj, Footprint)))
+    return (*left, *judges, *(name for name, obj in snapshot.objects.items() if getattr(obj, "transient", False)))
 
 # %% ../../nbs/guard/27_responses.ipynb #560ddfa9
 def patience_of(config: GovernorConfig) -> int: # losses

@@ -613,10 +613,12 @@ class Snapshot:
     def state_dict(self) -> dict: # as much memory as the banks
         "Return the state for a file: all banks, the published and the observed state."
         self.find_late(wait=True)
-        rest = {i: _portable(v, self._lasting()) for i, v in self.banks.versions().items()}
+        lasting, saved = self._lasting(), self.banks.state_dict()
+        saved["banks"] = [{k: t for k, t in bank.items() if _key(k)[0] in lasting} for bank in saved["banks"]]
+        rest = {i: _portable(v, lasting) for i, v in self.banks.versions().items()}
         texts = {name: sorted("|".join(k) for k in found) for name, found in
                  dict(masks=self.masks, unset=self.unset).items()}
-        return self.banks.state_dict() | texts | dict(rest=rest)
+        return saved | texts | dict(rest=rest)
 
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
         "Put the banks back; load the parts themselves first, or restore them afterwards."
@@ -639,7 +641,7 @@ class Snapshot:
         return dict(number=v.number, step=v.step,
                     kinds={name: type(self.objects[name]).__name__ for name in v.rest if name in parts},
                     rest=_portable(v, parts), sparse=_by_text(v.sparse),
-                    bank={k: t.clone() if copy else t for k, t in _by_text(state.bank).items()})
+                    bank={"|".join(k): t.clone() if copy else t for k, t in state.bank.items() if k[0] in parts})
 
     def revive(self, saved: Mapping[str, Any]) -> SavedState: # of `portable`
         "Return a state that was in a file."
@@ -1144,7 +1146,10 @@ def _to_mend(live: LiveState, good: SavedState, parts: Mapping[str, AnyPart],
     keys = [k for k in live.tensors if ".".join(k) in bad]
     if not keys or len(keys) < len(bad) or not all(is_moment(k) or is_buffer(k) for k in keys): return []
     heads = {(part, path.split(".")[0]) for part, path in keys if is_moment((part, path))}
-    mine = [k for k in live.tensors if (k[0], k[1].split(".")[0]) in heads or k in keys]
+    tails = tuple(f".{path}" for part, path in keys if is_buffer((part, path)))
+    def follows(key): # an average of such a buffer
+        return key in good.bank and getattr(parts[key[0]].obj, "transient", False) and f".{key[1]}".endswith(tails)
+    mine = [k for k in live.tensors if (k[0], k[1].split(".")[0]) in heads or k in keys or follows(k)]
     fit = all(k in good.bank and same_layout(good.bank[k], live.tensors[k]) for k in mine)
     return mine if fit else []
 
