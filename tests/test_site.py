@@ -244,7 +244,7 @@ def test_a_tutorial_opens_in_colab():
         return nb.cells[1].source
     link = "https://colab.research.google.com/github/esper-nb/esper_nb/blob/main/nbs/tutorials/first_rollback.ipynb"
     assert f"[Open in Colab]({link})" in begun("tutorials/first_rollback")
-    assert "Colab" not in begun("guard/31_governor")
+    assert "Colab" not in begun("guard/32_governor")
 
 def test_a_page_says_whose_figures_those_of_its_trainings_are():
     for name, said in (("tutorials/grow_by_hand", True), ("core/04_lanes", False)):

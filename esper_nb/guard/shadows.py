@@ -9,8 +9,6 @@ __all__ = ['RARE', 'SOME', 'shapes_of', 'tensors_by_name', 'trained_shapes', 'mi
            'was_followed', 'are_trained', 'Shadows']
 
 # %% ../../nbs/guard/29_shadows.ipynb #shad0003
-import gc
-import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -20,7 +18,8 @@ from torch import Tensor, nn
 
 from ..core import as_stateful
 from .footprint import callers, memory_of, some_of, walk_around
-from .snapshots import trained_by
+from .reports import logger
+from .snapshots import optimizers_alive, trained_by
 
 # %% ../../nbs/guard/29_shadows.ipynb #shad0009
 def shapes_of(
@@ -103,13 +102,9 @@ def are_trained(
     "Whether any optimizer of the process trains one of them, or gradients have reached it."
     mine = [t for obj in objects for t in tensors_by_name(obj).values()]
     if any(t.is_leaf and t.grad is not None for t in mine): return True
-    optimizers = [o for o in gc.get_objects()
-                  if issubclass(type(o), torch.optim.Optimizer) and "param_groups" in vars(o)]
-    return not {id(p) for p in trained_by(optimizers)}.isdisjoint(map(id, mine))
+    return not {id(p) for p in trained_by(optimizers_alive())}.isdisjoint(map(id, mine))
 
 # %% ../../nbs/guard/29_shadows.ipynb #shad0018
-_log = logging.getLogger("esper_nb")
-
 class Shadows:
     "What a loop writes in the shapes of its weights, as an object with state."
     transient = True # it means nothing to another process, so no file holds it
@@ -143,4 +138,4 @@ class Shadows:
         "Put it back; what has another form by now is left as it is, since nobody has handed it over."
         for k, saved in state.items():
             try: as_stateful(self.kept[k], k).load_state_dict(saved)
-            except (RuntimeError, KeyError) as e: _log.info("Governor: %s was not put back: %s", k, e)
+            except (RuntimeError, KeyError) as e: logger.info("Governor: %s was not put back: %s", k, e)

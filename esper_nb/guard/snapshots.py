@@ -6,10 +6,11 @@ Docs: https://esper-nb.github.io/esper_nb/guard/snapshots.html.md"""
 
 # %% auto #0
 __all__ = ['StateKey', 'Agree', 'PINNED', 'TakeResult', 'RestoreResult', 'StateVersion', 'SavedState', 'LiveState', 'read_parts',
-           'StateBanks', 'pinned_buffers', 'Snapshot', 'trained_by', 'owned_by', 'BackgroundCopy', 'OwnSettings',
-           'own_settings_of', 'forget_state']
+           'StateBanks', 'pinned_buffers', 'Snapshot', 'trained_by', 'optimizers_alive', 'owned_by', 'BackgroundCopy',
+           'OwnSettings', 'own_settings_of', 'forget_state']
 
 # %% ../../nbs/guard/12_snapshots.ipynb #1ee11488
+import gc
 import inspect
 import threading
 import time
@@ -798,6 +799,10 @@ def trained_by(
 ) -> list[Tensor]: # the tensors themselves: those of other libraries lie nowhere that could be compared
     "Return the parameters of some optimizers."
     return [p for o in optimizers for group in o.param_groups for p in group["params"]]
+
+def optimizers_alive() -> list[torch.optim.Optimizer]:
+    "Return all optimizers of the process."
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer) and "param_groups" in vars(o)]
 
 def owned_by(
     optimizers: Iterable[torch.optim.Optimizer],
