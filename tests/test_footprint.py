@@ -824,13 +824,12 @@ def test_an_entry_that_the_loop_takes_out_again_is_given_and_taken_out_in_a_repl
     found = run.replay(fork=False)
     assert found.exact and found.again == found.losses, (found, run.footprint.describe())
 
-def test_what_nobody_can_look_into_is_named(monkeypatch):
-    packer, rows = zlib.compressobj(), [[k] for k in range(200)]
+def test_what_nobody_can_look_into_is_named():
+    packer, rows = zlib.compressobj(), [[k] for k in range(page.MOST_OBJECTS + 1)]
     def step(x): return packer.compress(x)
     assert "cannot be looked into: `packer` (a Compress)" in found(step)
     def step(x): return rows[x]
-    monkeypatch.setattr(page, "MOST_OBJECTS", 100)
-    assert "more than 100 objects" in found(step)
+    assert "`rows` (more than 20000 objects)" in found(step)
 
 class Board:
     "A log of experiments."

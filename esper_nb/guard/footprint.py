@@ -671,8 +671,13 @@ CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.M
 
 class Walk:
     "What a step refers to, from its closure, its object and the globals it names, on through the user's own code."
-    def __init__(self, steps: Sequence[Callable], known: Mapping[int, Any]): # by id, what is recorded without it
-        self.home, self.known = package_of(steps[0]), known
+    def __init__(
+        self,
+        steps: Sequence[Callable], # the nearest objects are looked at first
+        known: Mapping[int, Any], # by id, what is recorded without it
+        most: int = MOST_OBJECTS, # that are looked at
+    ):
+        self.home, self.known, self.most = package_of(steps[0]), known, most
         self.memory = {memory_of(t) for t in known.values() if isinstance(t, Tensor)} # of what is recorded without it
         self.places: dict[Any, ValuePlace] = {} # by what they hold
         self.shared: dict[int, ValuePlace] = {} # dicts and lists that are parts of the run
@@ -692,9 +697,9 @@ class Walk:
     def run(self):
         "Look until nothing new is found."
         while self.todo:
-            while self.todo and len(self.seen) < MOST_OBJECTS: self.try_to_look(*self.todo.popleft())
-            if len(self.seen) >= MOST_OBJECTS:
-                self.unseen[0] = Unrestorable("...", f"more than {MOST_OBJECTS} objects")
+            while self.todo and len(self.seen) < self.most: self.try_to_look(*self.todo.popleft())
+            if len(self.seen) >= self.most:
+                self.unseen[0] = Unrestorable("...", f"more than {self.most} objects")
                 return
             self.follow_names()
             if not self.todo: # a library's object may run what was handed over
@@ -947,6 +952,9 @@ class StepWalk(Walk):
         if not isinstance(obj, tuple): self.note_place(id(obj), place)
         first = next(iter(place.values()[:1]), None)
         if len(obj) > 4 * SMALL and (is_plain(first) or isinstance(first, (tuple, Tensor))): return # by reference
+        if len(obj) > self.most:
+            self.unseen[id(obj)] = Unrestorable(name, f"more than {self.most} objects")
+            return
         self.add(*[x for x in zip(place.values(), place.labels()) if not is_plain(x[0])])
 
     def look_at_module(self, obj: nn.Module, name: str):
@@ -1498,10 +1506,11 @@ def callers() -> list[FrameType]: # nearest first
 def walk_around(
     objects: Iterable, # parts of the run
     frames: list[FrameType], # of `callers`
+    most: int = MOST_OBJECTS, # that are looked at
 ) -> Iterator[tuple[Walk, LoopBody]]: # what it refers to; its frames are let go of in the end
     "Look at the code that a call comes from as at a step."
     body = LoopBody.around(frames)
-    try: yield StepWalk([body], owned_by_parts(objects)), body
+    try: yield StepWalk([body], owned_by_parts(objects), most), body
     finally:
         for table in body.tables: table.frame = None
 
