@@ -45,6 +45,13 @@ class Late(Torchs):
         self.steps += 1
         if self.steps > 60: super().update(net)
 
+class Epochs(Torchs):
+    "The same, once in forty steps."
+    steps = 0
+    def update(self, net):
+        self.steps += 1
+        if self.steps % 40 == 0: super().update(net)
+
 class Copied:
     "A copy of the network, averaged in place."
     def __init__(self, net): self.kept = copy.deepcopy(net)
@@ -78,7 +85,7 @@ class Listed:
         self.steps += 1
         if self.steps % 8 == 0: torch._foreach_lerp_(self.kept, [p.detach() for p in net.parameters()], .3)
 
-KINDS = (Torchs, Late, Copied, Unseen, Table, StateTable, Listed)
+KINDS = (Torchs, Late, Epochs, Copied, Unseen, Table, StateTable, Listed)
 
 def values(kept):
     state = kept.state_dict() if isinstance(kept, nn.Module) else kept
@@ -146,6 +153,26 @@ def test_running_statistics_of_an_average_are_mended_with_those_of_the_network()
     variance, governor = large(1e4)
     assert governor.reports
     assert .5 < (variance / healthy).mean() < 2
+
+
+def test_a_teacher_that_is_ruined_by_itself_is_put_back():
+    "Averaged weights that the network learns to agree with: NaN in them alone makes every loss NaN."
+    net = network()
+    teacher, opt = Copied(net), torch.optim.AdamW(net.parameters(), 3e-3)
+    governor = Governor(net, opt, chance_loss=math.log(4))
+    for k, rows in enumerate(batches(200)):
+        if k == 160: nan(teacher.kept)
+        guess = net(X[rows])
+        with torch.no_grad(): aim = teacher.kept(X[rows]).softmax(1)
+        loss = nn.functional.cross_entropy(guess, Y[rows]) + (guess.softmax(1) - aim).square().sum(1).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        teacher.update(net)
+        governor.watch(loss.detach())
+    assert [r.action for r in governor.reports if r.action == "rollback"] == ["rollback"]
+    assert not any("handed over" in r.why for r in governor.reports)
+    assert all(v.isfinite().all() for v in values(teacher.kept)) and math.isfinite(loss.item())
 
 
 # --- what is no average

@@ -747,7 +747,7 @@ class Beside:
         return self.played
 
     def _look_around(self, look: Callable[[Iterable], _Found], failed: _Found) -> _Found: # what the look finds
-        try: return look(self.snapshot.objects.values())
+        try: return look([*self.snapshot.objects.values(), *self.shadows.kept.values()])
         except Exception as e: # what fails at a look must not end the run
             logger.info("Governor: nobody could look at the loop: %s: %s", type(e).__name__, e)
             return failed

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from ..core import as_stateful
 from .footprint import CODE, attributes_of, callers, memory_of, some_of, walk_around
@@ -100,11 +101,12 @@ def write_marks(
 def was_followed(
     before: list[WriteMark], # of `write_marks`
     now: list[WriteMark], # of the same object, some steps later
+    rare: int = RARE, # writes, from which on it follows
 ) -> bool:
     "Whether most tensors were written, and not merely once or twice."
     def follows(a, b):
         if a.elements == b.elements: return False
-        return a.identity != b.identity or not a.version < b.version < a.version + RARE
+        return a.identity != b.identity or not a.version < b.version < a.version + rare
     return len(before) == len(now) and 2 * sum(map(follows, before, now)) > len(now)
 
 def are_trained(
@@ -130,7 +132,9 @@ class Shadows:
     ) -> list[str]: # names of what is kept from now on
         "Look at the loop that this call comes from, and at what has followed its weights since the look before."
         parts, new = list(objects), list[str]()
-        followed = {k: obj for k, (obj, marks) in self.mirrors.items() if was_followed(marks, write_marks(obj))}
+        def rare(obj): return 1 if isinstance(obj, AveragedModel) else RARE # torch's own may be updated once an epoch
+        followed = {k: obj for k, (obj, marks) in self.mirrors.items()
+                    if was_followed(marks, write_marks(obj), rare(obj))}
         if followed and not are_trained(followed.values()):
             new = [k for k, obj in followed.items() if all(t.isfinite().all() for t in tensors_by_name(obj).values())]
             self.kept.update({k: followed[k] for k in new})
