@@ -384,6 +384,7 @@ def in_forks(how, notebooks, minutes, side_by_side=2):
                 yield notebook, time.time() - begun, used() - before, why if child.exitcode else ""
     finally:
         for child, *_ in running: end_group(child.pid)
+        gc.unfreeze()      # else libraries that count their objects at the end report all of them
 
 
 def run(*names, minutes=15):
