@@ -155,6 +155,28 @@ def test_running_statistics_of_an_average_are_mended_with_those_of_the_network()
     assert .5 < (variance / healthy).mean() < 2
 
 
+class Holder:
+    "A class of averages as a library has it: the list is an attribute that the loop never names."
+    def __init__(self, net): self.kept = [p.detach().clone() for p in net.parameters()]
+    def update(self, net): vars(Holder)["average"](self, net)
+    def average(self, net):
+        with torch.no_grad():
+            for a, p in zip(vars(self)["kept"], net.parameters()): a.lerp_(p, .05)
+
+def test_two_averages_of_one_class_are_told_apart():
+    net = network()
+    averages, opt = [Holder(net), Holder(net)], torch.optim.AdamW(net.parameters(), 3e-3)
+    governor = Governor(net, opt, chance_loss=math.log(4))
+    first, second = averages
+    for k, rows in enumerate(batches(170)):
+        if k == 160: nan(net)
+        loss = train(net, opt, rows)
+        first.update(net)
+        second.update(net)
+        governor.watch(loss)
+    assert all(v.isfinite().all() for one in averages for v in one.kept)
+
+
 def test_a_teacher_that_is_ruined_by_itself_is_put_back():
     "Averaged weights that the network learns to agree with: NaN in them alone makes every loss NaN."
     net = network()

@@ -142,7 +142,7 @@ from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as bl
 from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, TakeResult as TakeResult,
     RestoreResult as RestoreResult, StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState,
     read_parts as read_parts, StateBanks as StateBanks, pinned_buffers as pinned_buffers, Snapshot as Snapshot,
-    trained_by as trained_by, optimizers_alive as optimizers_alive, owned_by as owned_by,
+    trained_by as trained_by, free_name as free_name, optimizers_alive as optimizers_alive, owned_by as owned_by,
     BackgroundCopy as BackgroundCopy, OwnSettings as OwnSettings, own_settings_of as own_settings_of,
     forget_state as forget_state)
 from .writes import (TensorTable as TensorTable, PIECE as PIECE, PIECES as PIECES, PieceOf as PieceOf,

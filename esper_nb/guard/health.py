@@ -35,7 +35,7 @@ from .reports import NAN_AGAIN, GovernorConfig, Report, logger, ordinal
 from .responses import GuardedRun, Moment
 from .rises import is_clearly_above
 from .shadows import Shadows
-from .snapshots import Snapshot, forget_state, optimizers_alive, owned_by, trained_by
+from .snapshots import Snapshot, forget_state, free_name, optimizers_alive, owned_by, trained_by
 from .writes import Memories, StateWatch, plain_weights, tensors_of_parts
 
 # %% ../../nbs/guard/30_health.ipynb #2e874615
@@ -727,10 +727,9 @@ class Beside:
     def follow(self):
         "Keep what the loop writes in the shapes of its weights with the good states, once it is known."
         if self.footprint() is not None: return # which has it
-        new, name = self._look_around(self.shadows.follow, []), "shadows"
+        new = self._look_around(self.shadows.follow, [])
         if not new or any(o is self.shadows for o in self.snapshot.objects.values()): return
-        while name in self.snapshot.parts: name += "_"
-        self.snapshot.add(**{name: self.shadows})
+        self.snapshot.add(**{free_name("shadows", self.snapshot.parts): self.shadows})
 
     def look_again(self) -> str: # the sentence; empty: nothing was found
         "Look where the good state was fine, and the first step from there has ruined it: by what it updates with."

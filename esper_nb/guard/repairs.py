@@ -31,7 +31,7 @@ from .rehearsal import DryReplay, dry_replay
 from .replay import NotRestorable, Replay
 from .reports import Explanation, GovernorConfig, Report, logger
 from .responses import GuardedRun, clocks_of
-from .snapshots import Snapshot, trained_by
+from .snapshots import Snapshot, free_name, trained_by
 from .writes import (
     StateWatch, WriteCounts, Written, copies_of, tables_of, tensors_of_parts, untrained_in)
 
@@ -240,9 +240,7 @@ class Repairs:
         "Find what a step reads beside its batch, and record it with the state from now on."
         footprint = Footprint.of(step, self.snapshot.objects.values())
         self.recorder.footprint = footprint
-        name = "step"
-        while name in self.snapshot.parts: name += "_"
-        self.snapshot.add(**{name: footprint})
+        self.snapshot.add(**{free_name("step", self.snapshot.parts): footprint})
 
     def run(
         self,

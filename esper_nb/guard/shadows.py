@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..core import as_stateful
 from .footprint import CODE, attributes_of, callers, memory_of, some_of, walk_around
 from .reports import logger
-from .snapshots import optimizers_alive, trained_by
+from .snapshots import free_name, optimizers_alive, trained_by
 
 # %% ../../nbs/guard/29_shadows.ipynb #shad0009
 NEAR = 2000 # objects that are looked at, the nearest first; what is longer holds data
@@ -77,7 +77,8 @@ def mirrors_around(
             if isinstance(obj, nn.Module): inside |= set(map(id, obj.modules()))
             key, first = next(iter(tensors.items()))
             name = names.get(id(first), f"{type(obj).__name__}.{key}")
-            found[name.removesuffix(f".{key}").removesuffix(f"[{key}]").removesuffix(f"[{key!r}]")] = obj
+            for end in (f".{key}", f"[{key}]", f"[{key!r}]"): name = name.removesuffix(end)
+            found[free_name(name, found)] = obj
     return found
 
 # %% ../../nbs/guard/29_shadows.ipynb #shad0015
@@ -137,12 +138,12 @@ class Shadows:
                     if was_followed(marks, write_marks(obj), rare(obj))}
         if followed and not are_trained(followed.values()):
             new = [k for k, obj in followed.items() if all(t.isfinite().all() for t in tensors_by_name(obj).values())]
-            self.kept.update({k: followed[k] for k in new})
+            for k in new: self.kept[free_name(k, self.kept)] = followed[k]
         self.looks += 1
         if self.looks & (self.looks - 1) == 0: # the first, the second, the fourth ...
             self.mirrors.update({k: (obj, []) for k, obj in mirrors_around(parts).items()})
         self.mirrors = {k: (obj, write_marks(obj)) for k, (obj, _) in self.mirrors.items()
-                        if self.kept.get(k) is not obj}
+                        if not any(obj is x for x in self.kept.values())}
         return new
 
     def state_dict(self) -> dict[str, Any]: # by name
@@ -153,4 +154,5 @@ class Shadows:
         "Put it back; what has another form by now is left as it is, since nobody has handed it over."
         for k, saved in state.items():
             try: as_stateful(self.kept[k], k).load_state_dict(saved)
-            except (RuntimeError, KeyError) as e: logger.info("Governor: %s was not put back: %s", k, e)
+            except Exception as e: # what fails here must not end the run
+                logger.info("Governor: %s was not put back: %s: %s", k, type(e).__name__, e)

@@ -6,8 +6,8 @@ Docs: https://esper-nb.github.io/esper_nb/guard/snapshots.html.md"""
 
 # %% auto #0
 __all__ = ['StateKey', 'Agree', 'PINNED', 'TakeResult', 'RestoreResult', 'StateVersion', 'SavedState', 'LiveState', 'read_parts',
-           'StateBanks', 'pinned_buffers', 'Snapshot', 'trained_by', 'optimizers_alive', 'owned_by', 'BackgroundCopy',
-           'OwnSettings', 'own_settings_of', 'forget_state']
+           'StateBanks', 'pinned_buffers', 'Snapshot', 'trained_by', 'free_name', 'optimizers_alive', 'owned_by',
+           'BackgroundCopy', 'OwnSettings', 'own_settings_of', 'forget_state']
 
 # %% ../../nbs/guard/12_snapshots.ipynb #1ee11488
 import gc
@@ -799,6 +799,14 @@ def trained_by(
 ) -> list[Tensor]: # the tensors themselves: those of other libraries lie nowhere that could be compared
     "Return the parameters of some optimizers."
     return [p for o in optimizers for group in o.param_groups for p in group["params"]]
+
+def free_name(
+    name: str, # that is wanted
+    taken: Collection[str], # in use
+) -> str:
+    "Return a name that is not in use."
+    while name in taken: name += "_"
+    return name
 
 def optimizers_alive() -> list[torch.optim.Optimizer]:
     "Return all optimizers of the process."
