@@ -106,13 +106,9 @@ from .recorder import (COPIED_FIRST as COPIED_FIRST, ADDED as ADDED, GroupRates 
     settings_of as settings_of, stepping as stepping, idle as idle, still_schedules as still_schedules,
     foreign_optimizers as foreign_optimizers, lower_rates as lower_rates, put_rates_back as put_rates_back,
     at_share as at_share, Omissions as Omissions, WarmUp as WarmUp)
-from .rehearsal import (LIMIT as LIMIT, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
+from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
     end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not)
-from .shadows import (NEAR as NEAR, RARE as RARE, SOME as SOME, shapes_of as shapes_of,
-    tensors_by_name as tensors_by_name, held_in as held_in, trained_shapes as trained_shapes,
-    mirrors_around as mirrors_around, WriteMark as WriteMark, write_marks as write_marks,
-    was_followed as was_followed, are_trained as are_trained, Shadows as Shadows)
 from .repairs import (HABIT as HABIT, REHEARSED as REHEARSED, AGAIN as AGAIN, RATE_CAUSES as RATE_CAUSES,
     NO_PROOF as NO_PROOF, DISTURBED as DISTURBED, WEAK_CAUSES as WEAK_CAUSES, IN_VAIN as IN_VAIN,
     BetweenSteps as BetweenSteps, Redone as Redone, Repairs as Repairs, Unsolved as Unsolved, Recovery as Recovery)
@@ -139,6 +135,10 @@ from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, P
 from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
     pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)
+from .shadows import (NEAREST as NEAREST, RARE as RARE, SOME as SOME, shapes_of as shapes_of,
+    tensors_by_name as tensors_by_name, held_in as held_in, trained_shapes as trained_shapes,
+    mirrors_around as mirrors_around, WriteMark as WriteMark, write_marks as write_marks,
+    was_followed as was_followed, are_trained as are_trained, Shadows as Shadows)
 from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, TakeResult as TakeResult,
     RestoreResult as RestoreResult, StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState,
     read_parts as read_parts, StateBanks as StateBanks, pinned_buffers as pinned_buffers, Snapshot as Snapshot,
