@@ -8,8 +8,7 @@ from .analytics import (pick_rows as pick_rows, lane_numbers as lane_numbers, Ro
     rollbacks as rollbacks, loss_curve as loss_curve, SeedLife as SeedLife, seed_lives as seed_lives,
     StageSpan as StageSpan, stage_spans as stage_spans, BlueprintStats as BlueprintStats,
     blueprint_stats as blueprint_stats, LaneScore as LaneScore, lane_scores as lane_scores, reward_mix as reward_mix,
-    observation_ranges as observation_ranges, action_mix as action_mix, phase_shares as phase_shares,
-    run_origin as run_origin)
+    observation_ranges as observation_ranges, action_mix as action_mix, run_origin as run_origin)
 from .checkpoints import (CheckpointError as CheckpointError, LoadResult as LoadResult,
     save_checkpoint as save_checkpoint, load_checkpoint as load_checkpoint,
     contract_difference as contract_difference, EnvState as EnvState, write_checkpoint as write_checkpoint,

@@ -114,7 +114,6 @@ KINDS: Mapping[str, str] = MappingProxyType({
     "update": "an update of the policy",
     "alarm": "a limit of the table of alarms was crossed",
     "test": "a lane's result on the test data",
-    "phase": "time spent in named phases",
 })
 
 # %% ../../nbs/record/72_alarms.ipynb #7e90b08e
@@ -145,7 +144,7 @@ def axis_label(
     "Return the axis label of a metric, with its unit."
     m = find_metric(name, metrics)
     if name in LABELS: return LABELS[name]
-    words = name.removesuffix("_pp").replace("heldout", "held-out").replace("phase_s", "time in")
+    words = name.removesuffix("_pp").replace("heldout", "held-out")
     unit = {"1": "", "text": "", "flag": "", "loss": "nats"}.get(m.unit, m.unit)
     return words.replace(".", " ").replace("_", " ") + (f" ({unit})" if unit else "")
 
@@ -409,11 +408,6 @@ def _of_chance(past: Sequence[Any], row: Row) -> Statistic:
     "as a share of the chance loss"
     return past[-1] / row["limit.chance_loss"] if row.get("limit.chance_loss") else None
 
-def _of_phases(past: Sequence[Any], row: Row) -> Statistic:
-    "as a share of all phases of the row"
-    total = sum(v for k, v in row.items() if k.startswith("phase_s.") and v)
-    return past[-1] / total if total else None
-
 def _of_terms(past: Sequence[Any], row: Row) -> Statistic:
     "size of the term as a share of the sizes of all terms"
     total = sum(abs(v) for k, v in row.items() if k.startswith("reward.") and k != "reward.total" and v)
@@ -422,7 +416,7 @@ def _of_terms(past: Sequence[Any], row: Row) -> Statistic:
 STATISTICS: Mapping[str, Callable[[Sequence[Any], Row], Statistic]] = MappingProxyType(dict(
     value=_value, jump=_jump, pace=_pace, gain=_gain, fall=_fall, fall_share=_fall_share, drift=_drift,
     waits=_waits, refusals=_refusals, ransom=_ransom, lean=_lean,
-    gap=_gap, of_chance=_of_chance, of_phases=_of_phases, of_terms=_of_terms))
+    gap=_gap, of_chance=_of_chance, of_terms=_of_terms))
 
 # %% ../../nbs/record/72_alarms.ipynb #3d118bae
 KEEP = 200 # number of newest values that a statistic can use

@@ -7,7 +7,7 @@ Docs: https://esper-nb.github.io/esper_nb/record/analytics.html.md"""
 # %% auto #0
 __all__ = ['pick_rows', 'lane_numbers', 'Rollback', 'rollbacks', 'loss_curve', 'SeedLife', 'seed_lives', 'StageSpan',
            'stage_spans', 'BlueprintStats', 'blueprint_stats', 'LaneScore', 'lane_scores', 'reward_mix',
-           'observation_ranges', 'action_mix', 'phase_shares', 'run_origin']
+           'observation_ranges', 'action_mix', 'run_origin']
 
 # %% ../../nbs/record/73_analytics.ipynb #b6ab28eb
 import math
@@ -333,7 +333,8 @@ def reward_mix(
     """
     steps = pick_rows(rows, "step")
     names = {k for r in steps for k in r if k.startswith("reward.") and k != "reward.total"}
-    return _by_size({k.removeprefix("reward."): math.fsum(r.get(k) or 0. for r in steps) / len(steps) for k in names})
+    means = {k.removeprefix("reward."): math.fsum(r.get(k) or 0. for r in steps) / len(steps) for k in names}
+    return dict(sorted(means.items(), key=lambda kv: -abs(kv[1])))
 
 def observation_ranges(
     rows: Iterable[Row], # of one run
@@ -370,19 +371,6 @@ def action_mix(
     total = sum(map(len, chosen.values()))
     often = sorted(chosen.items(), key=lambda kv: (-len(kv[1]), kv[0]))
     return {op: (len(refused) / total, sum(refused) / len(refused)) for op, refused in often}
-
-def phase_shares(rows: Iterable[Row]) -> dict[str, float]: # phase -> share of all measured time
-    "Return the share of each phase in all measured time."
-    sums: dict[str, float] = {}
-    for r in rows:
-        for k, v in r.items():
-            phase = k.removeprefix("phase_s.")
-            if phase != k and v: sums[phase] = sums.get(phase, 0.) + v
-    return _by_size({k: v / sum(sums.values()) for k, v in sums.items()})
-
-def _by_size(shares: dict[str, float]) -> dict[str, float]:
-    "Sort by size, largest first."
-    return dict(sorted(shares.items(), key=lambda kv: -abs(kv[1])))
 
 # %% ../../nbs/record/73_analytics.ipynb #cd2320d4
 def run_origin() -> dict[str, Any]: # ready for JSON

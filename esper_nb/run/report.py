@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ..core import Measure, changed_settings, check, check_output, new_file, option_text
 from ..record import (
     LABELS, AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, find_metric, lane_scores,
-    observation_ranges, phase_shares, pick_rows, read_rows, reward_mix, rollbacks, run_paths, seed_lives)
+    observation_ranges, pick_rows, read_rows, reward_mix, rollbacks, run_paths, seed_lives)
 from ..show import (
     asset_path, explain, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards,
     plot_run, plot_side_by_side, plot_slots, theme)
@@ -379,10 +379,6 @@ def _run_html(run: RunSummary, now: str = "") -> str:
         sections["What was chosen in training"] = _choices_section(rows, dict(run.config.get("observed", {})))
     with reading(run.folder.path/"final.jsonl"):
         sections["The controller's last play"] = _play_section(run.final, run.measure)
-    with reading(run.folder.rows_path):
-        shares = [(k.replace("_", " "), f"{v:.1%}") for k, v in phase_shares(rows).items()]
-        about = "Shares of the time of training; the final plays are not in it."
-        sections["Time"] = table_html(["phase", "share"], shares, about, numbers=True) if shares else ""
     with reading(run.folder.config_path): sections["Settings"] = settings_html(run.settings)
     with reading(run.folder.path/"final.jsonl"): [r["test.accuracy_pp"] for r in pick_rows(run.final, "test")]
     with reading(run.folder.rows_path): first = _first_lines(run)
