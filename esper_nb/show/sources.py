@@ -203,7 +203,7 @@ class PopulationSource(Source):
         "Restore the last good state of lanes; seeds that are not in it are pruned, their rows are kept."
         before = self.pop.slot_tables()
         reports = super().roll_back(lanes)
-        self.pop.settle_seeds(before, lanes)
+        self.pop.rolled_back.settle(before, lanes)
         return reports
 
     def parts(self) -> dict[str, Any]: # by name, for `save_checkpoint`
