@@ -26,18 +26,18 @@ METERS = "test_accuracy_pp", "heldout_accuracy_pp", "total", "rollbacks", "fossi
 
 class PlayResult(NamedTuple):
     "Results of one controller on one seed: scores and sizes of every lane at the end of the play."
-    controller: str
-    seed: int # of the experiment; that of the environment follows from it
-    test_accuracy_pp: tuple[float, ...]
-    heldout_accuracy_pp: tuple[float, ...]
-    total: tuple[float, ...]
-    epochs: tuple[int, ...]
+    controller: str # its name; of a single play the class of the player
+    seed: int # of the experiment, from which that of the environment follows; of a single play that of the environment
+    test_accuracy_pp: tuple[float, ...] # on the test split at the end, percentage points
+    heldout_accuracy_pp: tuple[float, ...] # on the held-out split at the end
+    total: tuple[float, ...] # sum of the rewards
+    epochs: tuple[int, ...] # trained in the play
     rollbacks: tuple[int, ...]
-    fossils: tuple[int, ...]
-    parameters: tuple[int, ...]
-    ops: dict[str, int]
-    refused: int
-    seconds: float
+    fossils: tuple[int, ...] # at the end
+    parameters: tuple[int, ...] # in use at the end
+    ops: dict[str, int] # how often each operation was applied, summed over lanes
+    refused: int # actions that were refused and replaced by waiting
+    seconds: float # wall-clock time of the play
     practice_epochs: int = 0 # lane-epochs spent before it on learning or choosing
     practice_seconds: float = 0. # wall-clock time of that
     practice_cpu_s: float = 0. # the same in CPU seconds, all threads of the process together
