@@ -244,7 +244,6 @@ class BlueprintStats(NamedTuple):
     undone: int # germinations reverted by rollbacks
     alive: int
     fossil_rate: float | None # share of fossilized and pruned seeds
-    prune_rate: float | None # share of fossilized and pruned seeds
     change_pp: float | None # mean change of accuracy over the histories of fossilized seeds
     lost_pp: float | None # the same for pruned seeds
     contribution_pp: float | None # mean of the latest measurements
@@ -260,11 +259,10 @@ def _blueprint_stat(name: str, lives: Sequence[SeedLife]) -> BlueprintStats:
     "Return statistics of one blueprint's seeds."
     of = {end: [s for s in lives if s.end == end] for end in ("fossilized", "pruned", "undone", "alive")}
     kept, pruned = of["fossilized"], of["pruned"]
-    ended = len(kept) + len(pruned)
     return BlueprintStats(
         blueprint=name, germinated=len(lives), fossilized=len(kept), pruned=len(pruned),
         undone=len(of["undone"]), alive=len(of["alive"]),
-        fossil_rate=_ratio(len(kept), ended), prune_rate=_ratio(len(pruned), ended),
+        fossil_rate=_ratio(len(kept), len(kept) + len(pruned)),
         change_pp=_mean(s.change_pp for s in kept), lost_pp=_mean(s.change_pp for s in pruned),
         contribution_pp=_mean(s.contribution_pp for s in lives),
         churn=_ratio(sum(s.epochs for s in pruned), sum(s.epochs for s in lives)))
