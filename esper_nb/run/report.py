@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ..core import Measure, changed_settings, check, check_output, new_file, option_text
 from ..record import (
-    LABELS, AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, find_metric, lane_scores,
+    AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, find_metric, lane_scores,
     observation_ranges, pick_rows, read_rows, reward_mix, rollbacks, run_paths, seed_lives)
 from ..show import (
     asset_path, explain, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards,
@@ -297,8 +297,8 @@ def _learning_section(rows: list[Row]) -> str:
     "Return the HTML of the policy's metrics, or without a policy of the lanes' training curves."
     updates = pick_rows(rows, "update")
     if updates:
-        lines = [(LABELS[f"update.{k}"], updates[-1].get(f"update.{k}"), find_metric(f"update.{k}").meaning)
-                 for k in _learning]
+        known = [find_metric(f"update.{k}") for k in _learning]
+        lines = [(m.label, updates[-1].get(m.name), m.meaning) for m in known]
         about = (f"Measured in update {updates[-1]['update']}, the latest of training: in episodes of the policy as it "
                  "was then, with actions drawn at random from it.")
         return (picture_html(lambda: plot_learning(rows), "health of policy and critic")
