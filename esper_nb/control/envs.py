@@ -217,7 +217,6 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.last_result: EnvStep | None = None # of the latest step
         self.reports: tuple[Report, ...] = () # what the Governor did in it
         self.summaries: deque[EpisodeSummary] = deque(maxlen=10_000) # of the episodes that ended
-        self.steps = 0
         for part in self.parts: part.draw_data(self.seed_key)
 
     def reset(self, *,
@@ -275,7 +274,6 @@ class GrowVecEnv(gym.vector.VectorEnv):
         if ended.any(): self._begin(ended, again=ended)
         active, before, observed = ~ended, self.table, self.observer.recorded(self.obs)
         if not active.any(): return self._idle_step()
-        self.steps += 1
 
         ok, refused = self.carry_out(asked, active)
         held = self.parts.table(self.actions.slots) # before a rollback prunes seeds that the reward counts
@@ -380,7 +378,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         "Return everything that a step depends on: tensors and plain values."
         config = self.config.to_dict()
         return dict(
-            config={k: config[k] for k in _SETTINGS}, seeds=list(self.seeds), steps=self.steps,
+            config={k: config[k] for k in _SETTINGS}, seeds=list(self.seeds),
             **self.lanes.state_dict(), parts=[part.state_dict() for part in self.parts])
 
     def load_state_dict(self, state: Mapping[str, Any]): # of an environment with these settings
@@ -401,7 +399,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         wrong = {k: (v, here[k]) for k, v in saved.items() if v != here[k]}
         check(not wrong, "settings (saved, here)", wrong, "the same in both; make the environment with the saved ones")
         for part, s in zip(self.parts, state["parts"]): part.load_state_dict(s)
-        self.seeds, self.steps = list(state["seeds"]), state["steps"]
+        self.seeds = list(state["seeds"])
         self.lanes = LaneStates.from_dict(state)
         self.refresh()
         self.restored = object()
