@@ -66,8 +66,8 @@ def play_record(env: GrowVecEnv, player: Any, seed: int) -> dict[str, list]:
         if t == 0: seen.extend(env.obs[:, columns(env)[1]].double().round(decimals=5).tolist())
     p = play_lanes(env, player, seed, note)
     def whole(values: Sequence[float]) -> list[float]: return [round(float(v), 4) for v in values]
-    return dict(test_pp=whole(p["test_accuracy_pp"]), heldout_pp=whole(p["heldout_accuracy_pp"]),
-                total=whole(p["total"]), parameters=list(p["parameters"]), rollbacks=sum(p["rollbacks"]),
+    return dict(test_pp=whole(p.test_accuracy_pp), heldout_pp=whole(p.heldout_accuracy_pp),
+                total=whole(p.total), parameters=list(p.parameters), rollbacks=sum(p.rollbacks),
                 kinds=kinds_of(env), seen=seen)
 
 

@@ -56,7 +56,7 @@ def play_all(recipe: RunConfig, seeds: range, judged: bool) -> dict[str, np.ndar
     rows: dict[str, list] = dict(look=[], kind=[], paid=[])
     for seed in seeds:
         seen, plays = play_arms(env, arms, seed * 1000)
-        paid = np.stack([net_of_room(env, played["test_accuracy_pp"], played["parameters"]) for played in plays], 1)
+        paid = np.stack([net_of_room(env, played.test_accuracy_pp, played.parameters) for played in plays], 1)
         rows["look"] += [seen[i] for i in sorted(seen)]
         rows["kind"] += [kinds_of(env)[i] for i in sorted(seen)]
         rows["paid"] += paid[sorted(seen)].tolist()

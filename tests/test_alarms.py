@@ -47,7 +47,6 @@ def rows_with(rule, x):
     if m == "lean": return build(rule, [2. * x] * n, **{"slot.gain_pp": 2.})
     if m == "gap": return build(rule, [2. * x] * n, **{"train.loss": 2.})
     if m == "of_chance": return build(rule, [2.3 * x] * n, **{"limit.chance_loss": 2.3})
-    if m == "of_phases": return build(rule, [x] * n, **{"phase_s.train": 1 - x})
     if m == "of_terms": return build(rule, [x] * n, **{"reward.rent": x - 1})
     raise AssertionError(f"no rows for statistic {m}: add them here")
 

@@ -63,7 +63,7 @@ def env():
     yield env
     env.close()
 
-def fields(p): return {k: v for k, v in p.items() if k != "seconds"}
+def fields(p): return p._replace(seconds=0)
 
 
 class Spy:
@@ -81,7 +81,7 @@ def test_all_controllers_get_the_same_networks_whatever_came_before(env):
     play_lanes(env, RulePlayer(Heuristic(QUICK)), 7)
     again = play_lanes(env, second, 7)
     assert all(torch.equal(first.weights[k], second.weights[k]) for k in first.weights)
-    assert fields(alone) == fields(again) and alone["ops"] == dict(wait=24)
+    assert fields(alone) == fields(again) and alone.ops == dict(wait=24)
     other = Spy()
     play_lanes(env, other, 9)
     assert any(not torch.equal(first.weights[k], other.weights[k]) for k in first.weights)
@@ -102,11 +102,11 @@ def test_order_does_not_matter(env):
 def test_a_rollback_costs_its_penalty_and_one_epoch():
     env = make(faults=(Fault("nan", lane=1, epoch=2),), penalty=7.)
     p, q = play_lanes(env, RulePlayer(WaitOnly()), 5), play_lanes(make(), RulePlayer(WaitOnly()), 5)
-    assert p["rollbacks"] == (0, 1, 0, 0) and p["epochs"] == (6, 5, 6, 6)
+    assert p.rollbacks == (0, 1, 0, 0) and p.epochs == (6, 5, 6, 6)
     scores = ("total", "test_accuracy_pp", "heldout_accuracy_pp")
-    assert p["total"][1] < -5 and all(p[k][i] == q[k][i] for k in scores for i in (0, 2, 3))
+    assert p.total[1] < -5 and all(getattr(p, k)[i] == getattr(q, k)[i] for k in scores for i in (0, 2, 3))
     heuristic = play_lanes(env, RulePlayer(Heuristic(QUICK)), 5)
-    assert heuristic["rollbacks"] == (0, 1, 0, 0)
+    assert heuristic.rollbacks == (0, 1, 0, 0)
 
 
 def test_a_policy_plays_as_it_acts_in_training():
@@ -118,10 +118,10 @@ def test_a_policy_plays_as_it_acts_in_training():
     played = play_lanes(env, PolicyPlayer(learner, sampled=False), 1)
     assert all(torch.equal(v, learner.policy.state_dict()[k]) for k, v in weights.items())
     returns = play(learner.policy, make(), episodes=4, seed=1, view=learner.view)
-    total, expected = torch.tensor(played["total"]), torch.tensor(returns, dtype=torch.float64).float()
+    total, expected = torch.tensor(played.total), torch.tensor(returns, dtype=torch.float64).float()
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
     one, two = (fields(play_lanes(env, PolicyPlayer(learner, seed=s), 1)) for s in (0, 0))
-    assert one == two and one["refused"] == 0
+    assert one == two and one.refused == 0
     with pytest.raises(ValueError, match="slots of the policy"):
         play_lanes(make(slots=("r0c0",)), PolicyPlayer(learner), 1)
 
@@ -142,7 +142,7 @@ def test_a_search_spends_all_its_plays_and_its_finalists_meet_the_same_networks(
         lanes = np.random.default_rng(seed).normal(size=16)     # what is easy in a network is easy for all
         names = [next(k for k, f in worth.items() if f is player.rule(i)) for i in range(16)]
         met.append((seed, names))
-        return dict(total=[int(k[1:]) / 10 + x for k, x in zip(names, lanes)], epochs=[1] * 16)
+        return SimpleNamespace(total=[int(k[1:]) / 10 + x for k, x in zip(names, lanes)], epochs=[1] * 16)
     monkeypatch.setattr(growth_rules, "play_lanes", play)
     monkeypatch.setattr(growth_rules, "kinds_of", lambda env: [0] * 16)
     found = best_schedule(SimpleNamespace(num_envs=16), range(20), worth)

@@ -16,7 +16,7 @@ from esper_nb.guard import Governor, Snapshot
 from esper_nb.learn import Learner, PPOConfig, PolicyConfig
 from esper_nb.run import main
 from esper_nb.train import (
-    FitConfig, Graphs, Group, Population, evaluate, fit, get_task, grown_plan, new_population, run_epoch, trainer)
+    FitConfig, Graphs, Group, GroupCopies, evaluate, fit, get_task, grown_plan, new_population, run_epoch, trainer)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -265,8 +265,8 @@ def test_an_epoch_with_a_gradient_that_is_not_finite_is_trained_again_with_check
         by_lane(next(pop.model.host.parameters()).data, 4)[2] = math.nan
         return pop, run_epoch(pop, None)
     calls = []
-    again = Population.copy_again
-    monkeypatch.setattr(Population, "copy_again", lambda *a: (calls.append(1), again(*a)))
+    again = GroupCopies.copy_again
+    monkeypatch.setattr(GroupCopies, "copy_again", lambda *a: (calls.append(1), again(*a)))
     one, a = ruined()
     monkeypatch.setattr(trainer, "may_defer", lambda *a: False)
     two, b = ruined()

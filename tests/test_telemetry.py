@@ -17,7 +17,6 @@ from hypothesis import given, settings, strategies as st
 
 from esper_nb import record
 from esper_nb.control import QUICK, QUICK_RULES, GrowVecEnv, Heuristic, as_controller, draw_actions
-from esper_nb.core import PhaseClock
 from esper_nb.guard import Governor, GovernorConfig
 from esper_nb.record import (
     KINDS, METRICS, ROW_KEYS, EnvRows, JSONLWriter, Metric, Recorder, RunFolder, TensorBoardWriter, blueprint_stats,
@@ -169,7 +168,7 @@ def test_leaves_do_not_copy_tensors():
 
 # --- metrics
 
-@pytest.mark.parametrize("name", ["", ".", "train", "train.", "phase_s.", "Train.loss", "train.loss.x"])
+@pytest.mark.parametrize("name", ["", ".", "train", "train.", "update.head_entropy.", "Train.loss", "train.loss.x"])
 def test_unknown_metrics_are_refused(name):
     with pytest.raises(ValueError, match="No metric"): find_metric(name)
 
@@ -275,18 +274,6 @@ def test_tensorboard_holds_what_was_logged(tmp_path):
     scalars = [(e.step, e.value) for e in events.Scalars("train.loss/lane0")]
     assert scalars == [(0, 1.), (1, .5), (2, pytest.approx(1 / 3))]
     assert events.Tags()["tensors"] == ["verdict/text_summary"]
-
-@pytest.mark.cuda
-@pytest.mark.real("it times a kernel")
-def test_phases_on_the_device_see_the_kernels():
-    clock, x = PhaseClock("cuda"), torch.randn(4096, 4096, device="cuda")
-    torch.cuda.synchronize()
-    clock.start()
-    for _ in range(300): clock("idle") # more than are kept pending
-    for _ in range(50): y = x @ x
-    clock("train")
-    seconds = clock.seconds()
-    assert seconds["train"] > seconds["idle"] / 300 and clock.seconds() == {} and y.isfinite().any()
 
 @pytest.mark.cuda
 def test_rows_from_device_tensors():

@@ -27,7 +27,7 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from torch import Tensor
 
 from ..core import (
-    Config, Count, NonNegative, OneOf, PhaseClock, Positive, PositiveOrInf, PositiveShare, RandomSeed, Whole, check,
+    Config, Count, NonNegative, OneOf, Positive, PositiveOrInf, PositiveShare, RandomSeed, Whole, check,
     check_devices, generator, tree_from_bytes, tree_to_bytes, whole_numbers)
 from ..guard import GovernorConfig, Report
 from ..grow import Gates, Growing, Rules, Stage
@@ -217,7 +217,6 @@ class GrowVecEnv(gym.vector.VectorEnv):
         self.last_result: EnvStep | None = None # of the latest step
         self.reports: tuple[Report, ...] = () # what the Governor did in it
         self.summaries: deque[EpisodeSummary] = deque(maxlen=10_000) # of the episodes that ended
-        self.phases, self.steps = PhaseClock(), 0 # CPU seconds, and the steps they were spent on
         for part in self.parts: part.draw_data(self.seed_key)
 
     def reset(self, *,
@@ -272,18 +271,13 @@ class GrowVecEnv(gym.vector.VectorEnv):
         if ended.any() and self.mode == AutoresetMode.DISABLED:
             lanes = ended.nonzero().flatten().tolist()
             raise RuntimeError(f"lanes {lanes} have ended: reset(options={{'reset_mask': ...}}) them first")
-        self.phases.start()
         if ended.any(): self._begin(ended, again=ended)
-        self.phases("begin")
         active, before, observed = ~ended, self.table, self.observer.recorded(self.obs)
         if not active.any(): return self._idle_step()
-        self.steps += 1
 
         ok, refused = self.carry_out(asked, active)
         held = self.parts.table(self.actions.slots) # before a rollback prunes seeds that the reward counts
-        self.phases("act")
         columns, rolled_back = self._train(active)
-        self.phases("train and evaluate" if self.parts.pool else "join")
 
         done = torch.where(ok[:, None], asked, self.actions.placeholder) # the placeholder of `op` is a wait
         s = EnvStep(
@@ -292,7 +286,6 @@ class GrowVecEnv(gym.vector.VectorEnv):
             reward=torch.zeros(self.num_envs), terms={}, **columns)
         self.lanes = self.lanes.observe(s)
         self.refresh()
-        self.phases("observe")
 
         last = (self.lanes.history.epoch >= self.horizon) | rolled_back
         paid_for = torch.where(rolled_back[:, None, None], held, self.table)
@@ -300,7 +293,6 @@ class GrowVecEnv(gym.vector.VectorEnv):
             step=s, before=before, after=self.table, size=occupied_size(paid_for, self.sizes), host=self.host_size,
             epoch=self.lanes.history.epoch, last=last)
         paid = compute_reward(self.rewards, transition, self.lanes.rewards)
-        self.phases("reward")
 
         self.last_result = s = s._replace(reward=paid.total, terms=paid.terms)
         self.lanes = self.lanes.pay(s, before, self.table, paid.state)
@@ -367,11 +359,6 @@ class GrowVecEnv(gym.vector.VectorEnv):
         """
         return self.test().accuracy_pp
 
-    def cpu_by_phase(self) -> dict[str, tuple[float, float]]: # phase -> CPU ms per step, share of all
-        "Return the CPU time of the steps so far by phase, summed over threads."
-        total = max(sum(self.phases.sums.values()), 1e-9)
-        return {k: (1000 * v / max(1, self.steps), v / total) for k, v in self.phases.sums.items()}
-
     def model_of(self, lane: int) -> tuple[Growing, int]: # and the lane's number in it
         "Return the model that holds a lane."
         return self.parts.model_of(lane)
@@ -391,7 +378,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         "Return everything that a step depends on: tensors and plain values."
         config = self.config.to_dict()
         return dict(
-            config={k: config[k] for k in _SETTINGS}, seeds=list(self.seeds), steps=self.steps,
+            config={k: config[k] for k in _SETTINGS}, seeds=list(self.seeds),
             **self.lanes.state_dict(), parts=[part.state_dict() for part in self.parts])
 
     def load_state_dict(self, state: Mapping[str, Any]): # of an environment with these settings
@@ -412,7 +399,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
         wrong = {k: (v, here[k]) for k, v in saved.items() if v != here[k]}
         check(not wrong, "settings (saved, here)", wrong, "the same in both; make the environment with the saved ones")
         for part, s in zip(self.parts, state["parts"]): part.load_state_dict(s)
-        self.seeds, self.steps = list(state["seeds"]), state["steps"]
+        self.seeds = list(state["seeds"])
         self.lanes = LaneStates.from_dict(state)
         self.refresh()
         self.restored = object()
@@ -437,7 +424,7 @@ class GrowVecEnv(gym.vector.VectorEnv):
     def _train(self, active: Tensor) -> tuple[dict[str, Tensor], Tensor]: # fields of `EnvStep`; (n,) bool: rolled back
         "Train for an epoch, with the faults that are due."
         def due(part): return part.disturbance(self.config.faults, self.lanes.trained, self.disturb)
-        columns, self.reports = self.parts.train(active, due, self.phases)
+        columns, self.reports = self.parts.train(active, due)
         rolled_back = torch.zeros(self.num_envs, dtype=torch.bool)
         rolled_back[[r.lane for r in self.reports if r.rolled_back]] = True
         self.lanes = self.lanes.train(active, rolled_back)
@@ -469,7 +456,6 @@ class GrowVecEnv(gym.vector.VectorEnv):
             self._begin(done, again=done)
             obs, info = self._obs_out(), info | final
         info |= self._mask_info()
-        self.phases("record")
         return obs, s.reward.numpy().copy(), done.numpy().copy(), np.zeros(self.num_envs, bool), info
 
     def _obs_out(self): return self.obs.numpy().copy() # the caller's own, to write into
@@ -517,13 +503,12 @@ class DeviceParts(Sequence[DevicePart]):
     def train(self,
         active: Tensor, # (n,) bool; the others stay as they are
         disturbance: Callable[[DevicePart], Disturb | None], # of a part, in this epoch
-        clock: Callable[[str], None] = lambda phase: None, # called at the end of every phase, unless in parallel
     ) -> tuple[dict[str, Tensor], tuple[Report, ...]]: # fields of `EnvStep`; the Governor's reports
         "Train every part for an epoch."
         def train(part: DevicePart):
             disturb = disturbance(part)
             with torch.inference_mode(False), torch.enable_grad(): # also if the caller uses `inference_mode`
-                return part.train(active, disturb, (lambda phase: None) if self.pool else clock)
+                return part.train(active, disturb)
         each = list(self.pool.map(train, self.each) if self.pool else map(train, self.each))
         columns = {k: torch.cat([columns[k] for columns, _ in each]) for k in each[0][0]}
         return columns, tuple(r for _, reports in each for r in reports)

@@ -81,11 +81,10 @@ class DevicePart(NamedTuple):
     def train(self,
         active: Tensor, # (n,) bool: lanes of the whole that train; the others stay as they are, bit for bit
         disturb: Disturb | None = None, # as for `run_epoch`
-        clock: Callable[[str], None] = lambda phase: None, # called at the end of every phase
     ) -> tuple[dict[str, Tensor], tuple[Report, ...]]: # fields of `EnvStep`, NaN where inactive; the Governor's reports
         "Train for an epoch, evaluate, guard and tick."
         pop, mine = self.population, active[self.lanes]
-        r = run_epoch(pop, "heldout", disturb, mine, clock)
+        r = run_epoch(pop, "heldout", disturb, mine)
         assert r.heldout is not None and r.gain is not None # evaluated just now
         def known(t: Tensor) -> Tensor: return torch.where(mine, t.cpu().double(), torch.nan)
         signals = torch.stack([r.signals[k] for k in pop.model.names]).permute(2, 0, 1).double()

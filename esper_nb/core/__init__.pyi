@@ -11,7 +11,7 @@ from .devices import (NO_FLOAT64 as NO_FLOAT64, Precision as Precision, choose_p
     check_device as check_device, check_devices as check_devices, as_double as as_double, wait_for as wait_for,
     send as send, activation_room as activation_room, free_bytes as free_bytes, bytes_text as bytes_text,
     check_memory as check_memory, repeatable as repeatable, keep_freed_memory as keep_freed_memory,
-    generator as generator, seeded as seeded, PhaseClock as PhaseClock)
+    generator as generator, seeded as seeded)
 from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
     new_file as new_file, flush_file as flush_file, refuse_link as refuse_link, plain_json as plain_json,
     json_digest as json_digest, write_json as write_json, read_json as read_json, FolderLock as FolderLock,

@@ -1,4 +1,4 @@
-"""Devices, precision, random streams, and timing by phase
+"""Devices, precision and random streams
 
 Docs: https://esper-nb.github.io/esper_nb/core/devices.html.md"""
 
@@ -7,7 +7,7 @@ Docs: https://esper-nb.github.io/esper_nb/core/devices.html.md"""
 # %% auto #0
 __all__ = ['NO_FLOAT64', 'Precision', 'choose_precision', 'check_device', 'check_devices', 'as_double', 'wait_for', 'send',
            'activation_room', 'free_bytes', 'bytes_text', 'check_memory', 'repeatable', 'keep_freed_memory',
-           'generator', 'seeded', 'PhaseClock']
+           'generator', 'seeded']
 
 # %% ../../nbs/core/02_devices.ipynb #cdd16d98
 import ctypes
@@ -15,8 +15,6 @@ import hashlib
 import os
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -288,59 +286,3 @@ def _on_cpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     first = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
     device = kwargs.get("device") if first is None else first.device
     return device is None or torch.device(device).type == "cpu"
-
-# %% ../../nbs/core/02_devices.ipynb #895e048b
-def _now(device: torch.device | None) -> float:
-    "Return a clock's seconds: processor time or wall time."
-    return time.process_time() if device is None else time.perf_counter()
-
-def _mark(device: torch.device) -> torch.cuda.Event:
-    "Record an event in the device's queue."
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-# %% ../../nbs/core/02_devices.ipynb #10782989
-class PhaseClock:
-    "Sums seconds by phase: `start()`, then `clock(phase)` where a phase ends."
-    def __init__(self,
-        device: str | torch.device | None = None, # None: CPU seconds of all threads; "cpu": wall clock; "cuda": device
-    ):
-        self.device = None if device is None else torch.device(device)
-        self.on_device = self.device is not None and self.device.type == "cuda"
-        self.sums: dict[str, float] = {} # phase -> seconds; on CUDA those of completed events
-        self.pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque() # phase, its start, its end
-        self.start()
-
-    def start(self) -> None:
-        "Begin the next phase."
-        self.last = _mark(self.device) if self.on_device else _now(self.device)
-
-    def __call__(self,
-        phase: str, # one word or a few; the last part of `phase_s.*` in rows
-    ) -> None:
-        "End a phase, and begin the next one."
-        now = _mark(self.device) if self.on_device else _now(self.device)
-        if self.on_device:
-            self.pending.append((phase, self.last, now))
-            if len(self.pending) > 256: self.settle(wait=False)
-        else: self.sums[phase] = self.sums.get(phase, 0.) + now - self.last
-        self.last = now
-
-    def settle(self,
-        wait: bool = True, # for all events; False: take those that have passed
-    ) -> None:
-        "Add up the phases whose ends the device has reached."
-        while self.pending and (wait or self.pending[0][2].query()):
-            phase, start, end = self.pending.popleft()
-            end.synchronize()
-            self.sums[phase] = self.sums.get(phase, 0.) + start.elapsed_time(end) / 1000
-
-    def seconds(self,
-        reset: bool = True, # begin again at zero, for the next epoch
-    ) -> dict[str, float]: # phase -> seconds
-        "Return the seconds of every phase; on CUDA this waits for the device."
-        self.settle()
-        found = dict(self.sums)
-        if reset: self.sums.clear()
-        return found

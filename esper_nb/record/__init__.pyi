@@ -1,15 +1,14 @@
 # What record offers to other packages; written by `python scripts/notebooks.py door`
-from .alarms import (METRICS as METRICS, KINDS as KINDS, LABELS as LABELS, LEVELS as LEVELS, Limit as Limit,
-    ALARM_RULES as ALARM_RULES, Statistic as Statistic, STATISTICS as STATISTICS, KEEP as KEEP, Metric as Metric,
-    metric_table as metric_table, read_table as read_table, find_metric as find_metric, axis_label as axis_label,
-    AlarmRule as AlarmRule, Alarm as Alarm, find_alarms as find_alarms, AlarmWatch as AlarmWatch,
-    alarm_rows as alarm_rows, AlarmKind as AlarmKind, alarm_kinds as alarm_kinds)
+from .alarms import (METRICS as METRICS, KINDS as KINDS, LEVELS as LEVELS, Limit as Limit, ALARM_RULES as ALARM_RULES,
+    Statistic as Statistic, STATISTICS as STATISTICS, KEEP as KEEP, Metric as Metric, metric_table as metric_table,
+    read_table as read_table, find_metric as find_metric, axis_label as axis_label, AlarmRule as AlarmRule,
+    Alarm as Alarm, find_alarms as find_alarms, AlarmWatch as AlarmWatch, alarm_rows as alarm_rows,
+    AlarmKind as AlarmKind, alarm_kinds as alarm_kinds)
 from .analytics import (pick_rows as pick_rows, lane_numbers as lane_numbers, Rollback as Rollback,
     rollbacks as rollbacks, loss_curve as loss_curve, SeedLife as SeedLife, seed_lives as seed_lives,
     StageSpan as StageSpan, stage_spans as stage_spans, BlueprintStats as BlueprintStats,
     blueprint_stats as blueprint_stats, LaneScore as LaneScore, lane_scores as lane_scores, reward_mix as reward_mix,
-    observation_ranges as observation_ranges, action_mix as action_mix, phase_shares as phase_shares,
-    run_origin as run_origin)
+    observation_ranges as observation_ranges, action_mix as action_mix, run_origin as run_origin)
 from .checkpoints import (CheckpointError as CheckpointError, LoadResult as LoadResult,
     save_checkpoint as save_checkpoint, load_checkpoint as load_checkpoint,
     contract_difference as contract_difference, EnvState as EnvState, write_checkpoint as write_checkpoint,

@@ -7,7 +7,7 @@ Docs: https://esper-nb.github.io/esper_nb/record/analytics.html.md"""
 # %% auto #0
 __all__ = ['pick_rows', 'lane_numbers', 'Rollback', 'rollbacks', 'loss_curve', 'SeedLife', 'seed_lives', 'StageSpan',
            'stage_spans', 'BlueprintStats', 'blueprint_stats', 'LaneScore', 'lane_scores', 'reward_mix',
-           'observation_ranges', 'action_mix', 'phase_shares', 'run_origin']
+           'observation_ranges', 'action_mix', 'run_origin']
 
 # %% ../../nbs/record/73_analytics.ipynb #b6ab28eb
 import math
@@ -244,7 +244,6 @@ class BlueprintStats(NamedTuple):
     undone: int # germinations reverted by rollbacks
     alive: int
     fossil_rate: float | None # share of fossilized and pruned seeds
-    prune_rate: float | None # share of fossilized and pruned seeds
     change_pp: float | None # mean change of accuracy over the histories of fossilized seeds
     lost_pp: float | None # the same for pruned seeds
     contribution_pp: float | None # mean of the latest measurements
@@ -260,11 +259,10 @@ def _blueprint_stat(name: str, lives: Sequence[SeedLife]) -> BlueprintStats:
     "Return statistics of one blueprint's seeds."
     of = {end: [s for s in lives if s.end == end] for end in ("fossilized", "pruned", "undone", "alive")}
     kept, pruned = of["fossilized"], of["pruned"]
-    ended = len(kept) + len(pruned)
     return BlueprintStats(
         blueprint=name, germinated=len(lives), fossilized=len(kept), pruned=len(pruned),
         undone=len(of["undone"]), alive=len(of["alive"]),
-        fossil_rate=_ratio(len(kept), ended), prune_rate=_ratio(len(pruned), ended),
+        fossil_rate=_ratio(len(kept), len(kept) + len(pruned)),
         change_pp=_mean(s.change_pp for s in kept), lost_pp=_mean(s.change_pp for s in pruned),
         contribution_pp=_mean(s.contribution_pp for s in lives),
         churn=_ratio(sum(s.epochs for s in pruned), sum(s.epochs for s in lives)))
@@ -333,7 +331,8 @@ def reward_mix(
     """
     steps = pick_rows(rows, "step")
     names = {k for r in steps for k in r if k.startswith("reward.") and k != "reward.total"}
-    return _by_size({k.removeprefix("reward."): math.fsum(r.get(k) or 0. for r in steps) / len(steps) for k in names})
+    means = {k.removeprefix("reward."): math.fsum(r.get(k) or 0. for r in steps) / len(steps) for k in names}
+    return dict(sorted(means.items(), key=lambda kv: -abs(kv[1])))
 
 def observation_ranges(
     rows: Iterable[Row], # of one run
@@ -370,19 +369,6 @@ def action_mix(
     total = sum(map(len, chosen.values()))
     often = sorted(chosen.items(), key=lambda kv: (-len(kv[1]), kv[0]))
     return {op: (len(refused) / total, sum(refused) / len(refused)) for op, refused in often}
-
-def phase_shares(rows: Iterable[Row]) -> dict[str, float]: # phase -> share of all measured time
-    "Return the share of each phase in all measured time."
-    sums: dict[str, float] = {}
-    for r in rows:
-        for k, v in r.items():
-            phase = k.removeprefix("phase_s.")
-            if phase != k and v: sums[phase] = sums.get(phase, 0.) + v
-    return _by_size({k: v / sum(sums.values()) for k, v in sums.items()})
-
-def _by_size(shares: dict[str, float]) -> dict[str, float]:
-    "Sort by size, largest first."
-    return dict(sorted(shares.items(), key=lambda kv: -abs(kv[1])))
 
 # %% ../../nbs/record/73_analytics.ipynb #cd2320d4
 def run_origin() -> dict[str, Any]: # ready for JSON

@@ -521,12 +521,9 @@ class Tracker:
 # %% ../../nbs/record/74_writers.ipynb #88d6d032
 class TensorBoardWriter(Tracker):
     "Write TensorBoard scalars and texts, one tag per metric and lane."
-    def __init__(self,
-        folder: str | Path, # log folder, as given to `tensorboard --logdir`
-        by: str = "epoch", # row key used as TensorBoard's step
-    ):
+    def __init__(self, folder: str | Path): # log folder, as given to `tensorboard --logdir`
         _package("tensorboard")
-        self.by, self.board = by, _package("tensorboard", "torch.utils.tensorboard").SummaryWriter(str(folder))
+        self.board = _package("tensorboard", "torch.utils.tensorboard").SummaryWriter(str(folder))
 
     def log(self, step: int, metrics: StepMetrics) -> None:
         "Add the metrics of one step."

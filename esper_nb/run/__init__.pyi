@@ -2,8 +2,8 @@
 from .cli import (lab_command as lab_command, known_names as known_names, registered_names as registered_names,
     main as main)
 from .compare import (Player as Player, latest_step as latest_step, open_offers as open_offers,
-    RulePlayer as RulePlayer, RandomPlayer as RandomPlayer, PolicyPlayer as PolicyPlayer, PlayScores as PlayScores,
-    play_lanes as play_lanes, compare_controllers as compare_controllers, simple_controllers as simple_controllers)
+    RulePlayer as RulePlayer, RandomPlayer as RandomPlayer, PolicyPlayer as PolicyPlayer, play_lanes as play_lanes,
+    compare_controllers as compare_controllers, simple_controllers as simple_controllers)
 from .comparison import (METERS as METERS, PlayResult as PlayResult, PracticeUpdate as PracticeUpdate,
     paired_interval as paired_interval, standing as standing, Comparison as Comparison,
     comparison_text as comparison_text, align_columns as align_columns)

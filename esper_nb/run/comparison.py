@@ -26,18 +26,18 @@ METERS = "test_accuracy_pp", "heldout_accuracy_pp", "total", "rollbacks", "fossi
 
 class PlayResult(NamedTuple):
     "Results of one controller on one seed: scores and sizes of every lane at the end of the play."
-    controller: str
-    seed: int # of the experiment; that of the environment follows from it
-    test_accuracy_pp: tuple[float, ...]
-    heldout_accuracy_pp: tuple[float, ...]
-    total: tuple[float, ...]
-    epochs: tuple[int, ...]
+    controller: str # its name; of a single play the class of the player
+    seed: int # of the experiment, from which that of the environment follows; of a single play that of the environment
+    test_accuracy_pp: tuple[float, ...] # on the test split at the end, percentage points
+    heldout_accuracy_pp: tuple[float, ...] # on the held-out split at the end
+    total: tuple[float, ...] # sum of the rewards
+    epochs: tuple[int, ...] # trained in the play
     rollbacks: tuple[int, ...]
-    fossils: tuple[int, ...]
-    parameters: tuple[int, ...]
-    ops: dict[str, int]
-    refused: int
-    seconds: float
+    fossils: tuple[int, ...] # at the end
+    parameters: tuple[int, ...] # in use at the end
+    ops: dict[str, int] # how often each operation was applied, summed over lanes
+    refused: int # actions that were refused and replaced by waiting
+    seconds: float # wall-clock time of the play
     practice_epochs: int = 0 # lane-epochs spent before it on learning or choosing
     practice_seconds: float = 0. # wall-clock time of that
     practice_cpu_s: float = 0. # the same in CPU seconds, all threads of the process together
@@ -132,13 +132,17 @@ class Comparison(NamedTuple):
         def net(p: PlayResult): return np.array(p.test_accuracy_pp) - self.price * (np.array(p.parameters) / host - 1)
         return {k: np.array([net(p) for p in self.plays if p.controller == k]) for k in self.names}
 
-    def ahead(self, one: str, other: str) -> Interval:
-        "Return the mean difference of `networks` between two controllers, paired over the networks that both played."
+    def differences(self, one: str, other: str) -> np.ndarray: # (seeds, lanes) pp
+        "Return the differences of `networks` between two controllers, of those networks that both played."
         pp, played = self.networks(), {k: [p.seed for p in self.plays if p.controller == k] for k in (one, other)}
         both = [seed for seed in played[one] if seed in played[other]]
         mine, theirs = (pp[k][[played[k].index(seed) for seed in both]] for k in (one, other))
         lanes = min(mine.shape[1], theirs.shape[1]) # a controller may have played only the first lanes
-        return paired_interval(mine[:, :lanes] - theirs[:, :lanes])
+        return mine[:, :lanes] - theirs[:, :lanes]
+
+    def ahead(self, one: str, other: str) -> Interval:
+        "Return the mean of `differences` between two controllers."
+        return paired_interval(self.differences(one, other))
 
     def table(self) -> list[list[str]]: # lines of cells
         "Return the results as a header and a line for each controller, best test score first."
@@ -158,15 +162,10 @@ class Comparison(NamedTuple):
         n = self.networks()[one].size
         lines = [[f"{one}, {n} paired network{'s' * (n != 1)}", f"ahead by {self.measure.unit}{self.priced}"]]
         for k in (k for k in self.names if k != one):
-            ahead, both = self.ahead(one, k), self._paired(one, k)
+            ahead, both = self.ahead(one, k), self.differences(one, k).size
             fewer = f", on {both} of them" if both < n else ""
             lines.append([f"{_beside(ahead)} {k}{fewer}", _interval_text(ahead, "+.1f")])
         return lines
-
-    def _paired(self, one: str, other: str) -> int:
-        "Return the number of networks that two controllers both played."
-        played = {k: {p.seed: len(p.test_accuracy_pp) for p in self.plays if p.controller == k} for k in (one, other)}
-        return sum(min(lanes, played[other].get(seed, 0)) for seed, lanes in played[one].items())
 
     @property
     def unbeaten(self) -> bool:
@@ -190,7 +189,7 @@ class Comparison(NamedTuple):
         where = f" where {gets('wait-only')}" if "wait-only" in others else ""
         rest = "".join(f"{', ' if i else '; '}{gets(k)}" for i, k in enumerate(k for k in others if k != "wait-only"))
         best = next((k for k in others if k != "oracle"), "oracle") # the oracle uses privileged information
-        ahead, both = self.ahead("PPO", best), self._paired("PPO", best)
+        ahead, both = self.ahead("PPO", best), self.differences("PPO", best).size
         few = f"{both} of the {n} networks, which is what both played"
         over = few if both < n else f"{n} paired network{'s' * (n != 1)}"
         return (f"The controller grew networks to {self.measure.text(pp['PPO'])}{self.priced} on the test split"

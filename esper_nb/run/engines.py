@@ -387,23 +387,15 @@ class Supervisor:
         try: return self._wait()
         except WorkerLost as e: return self._restore(str(e))
 
-    def read(self, method: str, *args: Any) -> Any:
-        "Return the result of a read-only call."
-        self.start(method, *args, changes=False)
-        return self.finish()
-
-    def start_save(self) -> None:
-        "Start taking a snapshot."
-        self.start("pack", changes=False)
-
     def finish_save(self) -> None:
-        "Store the snapshot, and discard the calls before it."
+        "Store the snapshot that was started with `pack`, and discard the calls before it."
         self.snapshot, self.calls = self.finish(), []
 
     def load(self, snapshot: bytes) -> None: # from `pack` of an equal object
         "Set the object's state from a snapshot."
         self.snapshot, self.calls = snapshot, []
-        self.read("unpack", snapshot)
+        self.start("unpack", snapshot, changes=False)
+        self.finish()
 
     def close(self) -> None:
         "Release the object."

@@ -29,11 +29,11 @@ from ..grow import Decision
 from ..train import FamilyData, ImageData, TextData
 from ..control import (
     QUICK, SURE, ColumnCut, Fixed, Forecast, GerminationRule, GrowVecEnv, GrowthRule, Heuristic, HeuristicConfig,
-    LookOnce,
-    View, WaitOnly, best_threshold, encode_decision, look_columns)
+    LookOnce, View, WaitOnly, best_threshold, encode_decision, look_columns)
 from ..learn import Learner, StopFlag, Update
 from .compare import (
-    Player, PlayScores, PolicyPlayer, RandomPlayer, RulePlayer, latest_step, open_offers, play_lanes)
+    Player, PolicyPlayer, RandomPlayer, RulePlayer, latest_step, open_offers, play_lanes)
+from .comparison import PlayResult
 from .plugins import seek_in_plugins
 from .recipes import RunConfig, fair_env
 from .runs import training_env
@@ -249,8 +249,8 @@ def best_schedule(
             if k <= n: seed = plays[j - j % k]      # k plays of the same networks: every timetable plays all of them
             mine = [names[((j if k <= n else j * n) + lane) % k] for lane in range(n)]
             played = play_lanes(env, RulePlayer(*(table[name] for name in mine)), seed * 1000)
-            spent += sum(played["epochs"])
-            for name, kind, total in zip(mine, kinds_of(env), played["total"]):
+            spent += sum(played.epochs)
+            for name, kind, total in zip(mine, kinds_of(env), played.total):
                 found.setdefault(name, []).append(total)
                 of_kind.setdefault(kind, {}).setdefault(name, []).append(total)
         plays = plays[share:]
@@ -317,7 +317,7 @@ def play_arms(
     env: GrowVecEnv,
     arms: Sequence[Fixed], # the result of `look_arms`, or others that begin at the decision epoch
     seed: int, # of the environment
-) -> tuple[dict[int, list[float]], list[PlayScores]]: # lane -> its observation; one play per arm
+) -> tuple[dict[int, list[float]], list[PlayResult]]: # lane -> its observation; one play per arm
     "Play the same networks to the end with every arm; a lane rolled back before the decision has no observation."
     plays = []
     for k in range(len(arms)):
@@ -341,9 +341,9 @@ def try_arms(p: Practice) -> dict:
     for seed in range(TRIED, TRIED + max(1, len(p.search) // 2 // len(arms))):
         seen, plays = play_arms(env, arms, seed * 1000)
         looks += [seen[i] for i in sorted(seen)]
-        net = np.stack([net_of_room(env, played["heldout_accuracy_pp"], played["parameters"]) for played in plays], 1)
+        net = np.stack([net_of_room(env, played.heldout_accuracy_pp, played.parameters) for played in plays], 1)
         scores += net[sorted(seen)].tolist()
-        spent += sum(sum(played["epochs"]) for played in plays)
+        spent += sum(sum(played.epochs) for played in plays)
     env.close()
     stored = [[None if x != x else x for x in look] for look in looks]
     return dict(columns=look_columns(env.actions.slots), looks=stored, scores=scores, epochs=spent)

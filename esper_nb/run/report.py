@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from ..core import Measure, changed_settings, check, check_output, new_file, option_text
 from ..record import (
-    LABELS, AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, find_metric, lane_scores,
-    observation_ranges, phase_shares, pick_rows, read_rows, reward_mix, rollbacks, run_paths, seed_lives)
+    AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, find_metric, lane_scores,
+    observation_ranges, pick_rows, read_rows, reward_mix, rollbacks, run_paths, seed_lives)
 from ..show import (
     asset_path, explain, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards,
     plot_run, plot_side_by_side, plot_slots, theme)
@@ -297,8 +297,8 @@ def _learning_section(rows: list[Row]) -> str:
     "Return the HTML of the policy's metrics, or without a policy of the lanes' training curves."
     updates = pick_rows(rows, "update")
     if updates:
-        lines = [(LABELS[f"update.{k}"], updates[-1].get(f"update.{k}"), find_metric(f"update.{k}").meaning)
-                 for k in _learning]
+        known = [find_metric(f"update.{k}") for k in _learning]
+        lines = [(m.label, updates[-1].get(m.name), m.meaning) for m in known]
         about = (f"Measured in update {updates[-1]['update']}, the latest of training: in episodes of the policy as it "
                  "was then, with actions drawn at random from it.")
         return (picture_html(lambda: plot_learning(rows), "health of policy and critic")
@@ -379,10 +379,6 @@ def _run_html(run: RunSummary, now: str = "") -> str:
         sections["What was chosen in training"] = _choices_section(rows, dict(run.config.get("observed", {})))
     with reading(run.folder.path/"final.jsonl"):
         sections["The controller's last play"] = _play_section(run.final, run.measure)
-    with reading(run.folder.rows_path):
-        shares = [(k.replace("_", " "), f"{v:.1%}") for k, v in phase_shares(rows).items()]
-        about = "Shares of the time of training; the final plays are not in it."
-        sections["Time"] = table_html(["phase", "share"], shares, about, numbers=True) if shares else ""
     with reading(run.folder.config_path): sections["Settings"] = settings_html(run.settings)
     with reading(run.folder.path/"final.jsonl"): [r["test.accuracy_pp"] for r in pick_rows(run.final, "test")]
     with reading(run.folder.rows_path): first = _first_lines(run)

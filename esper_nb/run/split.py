@@ -164,7 +164,7 @@ class SplitVecEnv(gym.vector.VectorEnv):
 
     def save_shards(self) -> None:
         "Take a snapshot of every shard, from which it is restored after a loss."
-        for s in self.shards: s.start_save()
+        for s in self.shards: s.start("pack", changes=False)
         for s in self.shards: s.finish_save()
 
     def state_dict(self) -> dict[str, Any]:

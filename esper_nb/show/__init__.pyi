@@ -44,5 +44,5 @@ from .views import (STATE_SYMBOLS as STATE_SYMBOLS, NOTE_SYMBOLS as NOTE_SYMBOLS
     status_html as status_html, log_html as log_html, plot_session as plot_session, figure_png as figure_png,
     has_learned as has_learned, measured_losses as measured_losses, discarded_batches as discarded_batches,
     loss_bounds as loss_bounds, side_by_side as side_by_side, draw_losses as draw_losses, draw_lanes as draw_lanes,
-    has_grown as has_grown, draw_slots as draw_slots, slot_blueprints as slot_blueprints,
-    notebook_html as notebook_html, NotebookOutput as NotebookOutput)
+    has_grown as has_grown, draw_slots as draw_slots, notebook_html as notebook_html,
+    NotebookOutput as NotebookOutput)

@@ -94,10 +94,6 @@ class StepClock:
         self.seconds: float | None = None # per step, smoothed
         self.began = 0. # time at which the latest step began
 
-    def allow(self, steps: int | None) -> None: # None: all
-        "Allow some steps from now on."
-        self.left = steps
-
     def wait(self, now: float) -> float: # seconds; 0: it is due
         "Return how long it is until the next step."
         return max(0., self.began + self.pace - now)
@@ -372,7 +368,7 @@ class Session:
     def _run(self, steps: int | None) -> None: # called between two steps; None: to the end
         self.state = "running"
         self.error = ""
-        self.clock.allow(steps)
+        self.clock.left = steps
         if self._thread is not None: return
         handed = [self], self._changed
         self._thread = threading.Thread(target=_work, args=handed, name=f"run {self.name}", daemon=True)

@@ -26,7 +26,7 @@ from ..train import Controller, Fault, Population, SeedWorth, disturb_at, fit, l
 from ..control import HEADS, GrowVecEnv
 from ..learn import Learner
 from ..record import (
-    LABELS, EnvRows, EnvState, Row, governor_rows, population_rows, run_rows, slot_rows, update_rows)
+    EnvRows, EnvState, Row, find_metric, governor_rows, population_rows, run_rows, slot_rows, update_rows)
 
 # %% ../../nbs/show/79_sources.ipynb #317e11c1
 class Frame(NamedTuple):
@@ -203,7 +203,7 @@ class PopulationSource(Source):
         "Restore the last good state of lanes; seeds that are not in it are pruned, their rows are kept."
         before = self.pop.slot_tables()
         reports = super().roll_back(lanes)
-        self.pop.settle_seeds(before, lanes)
+        self.pop.rolled_back.settle(before, lanes)
         return reports
 
     def parts(self) -> dict[str, Any]: # by name, for `save_checkpoint`
@@ -344,7 +344,8 @@ def update_numbers(
 ) -> dict[str, float | None]: # empty if there was no update
     "Return the metrics of the updates in a step, by label."
     updates = [row for row in rows if row["kind"] == "update"]
-    metrics = {LABELS[name]: row.get(name) for row in updates for name in (f"update.{k}" for k in _update_metrics)}
+    known = [find_metric(f"update.{k}") for k in _update_metrics]
+    metrics = {m.label: row.get(m.name) for row in updates for m in known}
     return metrics | {"update": float(row["update"]) for row in updates}
 
 def operations_line(

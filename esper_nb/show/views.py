@@ -8,7 +8,7 @@ Docs: https://esper-nb.github.io/esper_nb/show/views.html.md"""
 __all__ = ['STATE_SYMBOLS', 'NOTE_SYMBOLS', 'REOPEN_HINT', 'WIDGET_MIME', 'HIDE_LOST_PANEL', 'duration_text', 'status_parts',
            'last_line', 'session_text', 'error_html', 'status_html', 'log_html', 'plot_session', 'figure_png',
            'has_learned', 'measured_losses', 'discarded_batches', 'loss_bounds', 'side_by_side', 'draw_losses',
-           'draw_lanes', 'has_grown', 'draw_slots', 'slot_blueprints', 'notebook_html', 'NotebookOutput']
+           'draw_lanes', 'has_grown', 'draw_slots', 'notebook_html', 'NotebookOutput']
 
 # %% ../../nbs/show/83_views.ipynb #ef6bbb96
 import base64
@@ -312,7 +312,8 @@ def draw_slots(
     lane: int,
 ) -> None:
     "Draw the stages of a lane's slots, filled up to alpha."
-    history = session.history
+    history, model = session.history, session.source.model
+    assert model is not None  # there are slots
     points = history.states.rows
     x, slots = points[:, 0], decode_slots(history.layout.codes(points, lane))
     for j, name in enumerate(history.slots):
@@ -328,19 +329,10 @@ def draw_slots(
             ax.fill_between([*x[a:b], end], j + .35, filled, step="post", color=style.color)
             share, word = (end - start) / max(history.x, 1), here.name.lower()
             text = word if share > .12 else word[0].upper()
-            if share > .3 and blueprint[a] >= 0: text = f"{word} · {slot_blueprints(session, name)[blueprint[a]]}"
+            if share > .3 and blueprint[a] >= 0: text = f"{word} · {model.slot(name).blueprints[blueprint[a]]}"
             stage_text(ax, start, j, f" {text}", style._replace(ink="#111111", hatch=""), "left")
     ax.set(yticks=range(len(history.slots)), yticklabels=history.slots, ylim=(len(history.slots) - .5, -.5),
            title=f"Slots of lane {lane}: stage, filled up to alpha")
-
-# %% ../../nbs/show/83_views.ipynb #29dfaac7
-def slot_blueprints(
-    session: Session,
-    slot: str,
-) -> list[str]: # in the order of their numbers
-    "Return the blueprints that may germinate in a slot."
-    model = session.source.model
-    return [] if model is None else list(model.slot(slot).blueprints)
 
 # %% ../../nbs/show/83_views.ipynb #1798bccd
 REOPEN_HINT = "The live panel needs its kernel: run this cell again, and it shows the run where it is now."

@@ -34,8 +34,7 @@ from .families import (TASK_FAMILIES as TASK_FAMILIES, Instance as Instance, gro
 from .faults import (Strike as Strike, list_faults as list_faults, Fault as Fault, disturb_at as disturb_at,
     parse_fault as parse_fault)
 from .gradients import (flat_lanes as flat_lanes, lane_grads as lane_grads, tensor_norms as tensor_norms,
-    owner_norms as owner_norms, lane_grad_norms as lane_grad_norms, where_active as where_active,
-    measured as measured, health_score as health_score, GradientHealth as GradientHealth,
+    owner_norms as owner_norms, health_score as health_score, GradientHealth as GradientHealth,
     gradient_health as gradient_health, norm_ratio as norm_ratio, GrowthSignals as GrowthSignals,
     growth_signals as growth_signals)
 from .graphs import (WAITS as WAITS, TrainStep as TrainStep, Group as Group, pack_step as pack_step, Moving as Moving,
@@ -49,8 +48,7 @@ from .optim import (check_state as check_state, LaneState as LaneState, lanes_ap
     state_names as state_names, equal_stretches as equal_stretches, LaneViews as LaneViews)
 from .population import (Forecaster as Forecaster, MIXED_BYTES as MIXED_BYTES, SMALL_GROUP as SMALL_GROUP,
     SIGNALS as SIGNALS, LOOKED_AT as LOOKED_AT, FitConfig as FitConfig, TrainResult as TrainResult,
-    GroupResult as GroupResult, SeedWorth as SeedWorth, EpochResult as EpochResult,
-    latest_forecasts as latest_forecasts, forecasts_now as forecasts_now, lane_bytes as lane_bytes,
+    GroupResult as GroupResult, SeedWorth as SeedWorth, EpochResult as EpochResult, lane_bytes as lane_bytes,
     grown_plan as grown_plan, owners_in_use as owners_in_use, part_of as part_of, Spare as Spare,
     GroupCopies as GroupCopies, undone_germination as undone_germination, kept_history as kept_history,
     RolledBackSeeds as RolledBackSeeds, LaneRates as LaneRates, Population as Population,
@@ -74,11 +72,10 @@ from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes 
     task_from_dataset as task_from_dataset, task_from_folder as task_from_folder, task_from_table as task_from_table,
     task_from_text as task_from_text, task_from_path as task_from_path, task_at as task_at, task_words as task_words,
     check_lane_memory as check_lane_memory, create_model as create_model)
-from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller, OwnerState as OwnerState,
-    StepState as StepState, check_disturb as check_disturb, run_epoch as run_epoch,
-    check_controller as check_controller, fit as fit, sum_up as sum_up, GroupTraining as GroupTraining,
-    train_group as train_group, may_defer as may_defer, group_epoch as group_epoch, odd_lanes as odd_lanes,
-    train_apart as train_apart)
+from .trainer import (Disturb as Disturb, Decisions as Decisions, Controller as Controller,
+    check_disturb as check_disturb, run_epoch as run_epoch, check_controller as check_controller, fit as fit,
+    sum_up as sum_up, train_group as train_group, may_defer as may_defer, group_epoch as group_epoch,
+    odd_lanes as odd_lanes, train_apart as train_apart)
 from .yardsticks import (ROWS as ROWS, WIDE as WIDE, TOKENS as TOKENS, GRAM as GRAM, TELLING as TELLING,
     SimpleScore as SimpleScore, yardsticks as yardsticks, yardstick_lines as yardstick_lines,
     telling_column as telling_column, telling_text as telling_text)

@@ -284,15 +284,12 @@ def evaluate_combinations(
     slots: tuple[str, ...], # slots to switch, at most 4
 ) -> tuple[EvalResult, Ablation]:
     "Evaluate a split with everything on, and with every on/off combination of some slots, in one pass."
-    n, was_training = net.lanes, net.training
-    whole = Tally(data.counter(class_counts, split), data.classes)
+    n, whole = net.lanes, Tally(data.counter(class_counts, split), data.classes)
     parts = [Tally(data.counter(correct_counts, split)) for _ in range(2**len(slots))]
-    net.eval()
     for x, y in data.evaluate(split, batch_size):
         with precision.autocast(x.device): logits, _ = net.factorial(lane_inputs(x, y, n), slots)
         whole.add(task, logits[-1], y, n)
         for part, z in zip(parts, logits): part.add(task, z, y, n)
-    net.train(was_training)
     accuracy, loss = torch.stack([p.accuracy_pp for p in parts]), torch.stack([p.mean_loss for p in parts])
     return tally_result(whole), Ablation(slots, accuracy, loss, *seed_tables(net, slots))
 

@@ -804,18 +804,16 @@ def read_own(source: str) -> Examples: # from `own_source`, any kind but text
     return _remember(source, e)
 
 # %% ../../nbs/train/34_datasets.ipynb #d9560b10
-def keep_read(kind: str, path: str | Path, e: Examples, **options) -> str: # its source
-    "Name examples just read from files, and cache them."
-    source = own_source(kind, path, **options, digest=digest_of(e))
+def keep_read(kind: str, place: str | Path, e: Examples, **options) -> str: # its source
+    "Name examples just read, and cache them."
+    source = own_source(kind, place, **options, digest=digest_of(e))
     _remember(source, e)
     return source
 
 def keep_arrays(name: str, e: Examples) -> str: # its source
     "Store arrays under a name; storing the name again replaces them."
     _arrays[name] = e
-    source = own_source("arrays", name, digest=digest_of(e))
-    _remember(source, e) # equal numbers may come with other notes
-    return source
+    return keep_read("arrays", name, e) # equal numbers may come with other notes
 
 # %% ../../nbs/train/34_datasets.ipynb #b42a3ab7
 def text_digest(path: str | Path, block: int) -> str: # block: window length in bytes

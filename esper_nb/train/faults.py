@@ -16,14 +16,15 @@ from torch import Generator, Tensor, nn
 
 from ..core import Config, RandomSeed, Whole, by_lane, check, generator
 from .data import is_target
-from .trainer import Disturb, StepState
+from .stepper import Stepper
+from .trainer import Disturb
 
 # %% ../../nbs/train/40_faults.ipynb #d4423f3e
 @dataclass
 class Strike:
     "One lane of a group, just before a batch."
     net: nn.Module # of the group
-    stepper: StepState # of the group
+    stepper: Stepper # of the group
     place: int # of the lane in the group
     x: Tensor # (B, n*C, H, W) or (B, L, n), a copy that may be written
     y: Tensor # (B, n), (B, L, n) or (B, n, K) targets, a copy that may be written

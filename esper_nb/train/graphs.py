@@ -70,10 +70,6 @@ class Group:
             correct = correct_counts(logits.detach(), y, self.stepper.lanes)
             return TrainStep(info.loss, correct, info.norms["host"], skipped)
 
-    def ramp_to(self, share: float): # of the epoch, 0 to 1
-        "Set the fraction of the epoch that has passed, and update alphas on a ramp."
-        self.net.within = share
-
 # %% ../../nbs/train/37_graphs.ipynb #cceb60f5
 def pack_step(
     step: TrainStep, # of a deferred step

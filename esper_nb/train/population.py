@@ -6,11 +6,11 @@ Docs: https://esper-nb.github.io/esper_nb/train/population.html.md"""
 
 # %% auto #0
 __all__ = ['Forecaster', 'MIXED_BYTES', 'SMALL_GROUP', 'SIGNALS', 'LOOKED_AT', 'FitConfig', 'TrainResult', 'GroupResult',
-           'SeedWorth', 'EpochResult', 'latest_forecasts', 'forecasts_now', 'lane_bytes', 'grown_plan', 'owners_in_use',
-           'part_of', 'Spare', 'GroupCopies', 'undone_germination', 'kept_history', 'RolledBackSeeds', 'LaneRates',
-           'Population', 'new_governor', 'new_stepper', 'check_data', 'check_population', 'check_trained_memory',
-           'new_population', 'seed_health', 'traced', 'latest_pass', 'site_signals', 'join_results', 'spread_lanes',
-           'join_ablations', 'total_gain', 'join_groups', 'sum_and_best']
+           'SeedWorth', 'EpochResult', 'lane_bytes', 'grown_plan', 'owners_in_use', 'part_of', 'Spare', 'GroupCopies',
+           'undone_germination', 'kept_history', 'RolledBackSeeds', 'LaneRates', 'Population', 'new_governor',
+           'new_stepper', 'check_data', 'check_population', 'check_trained_memory', 'new_population', 'seed_health',
+           'traced', 'latest_pass', 'site_signals', 'join_results', 'spread_lanes', 'join_ablations', 'total_gain',
+           'join_groups', 'sum_and_best']
 
 # %% ../../nbs/train/38_population.ipynb #56a20ba1
 import math
@@ -162,21 +162,6 @@ class EpochResult(NamedTuple):
         return f"EpochResult({', '.join(head)},\n  train={self.train},\n  heldout={self.heldout})"
 
 Forecaster = Callable[["Population", EpochResult], Sequence[SeedWorth]] # returns forecasts after an epoch
-
-# %% ../../nbs/train/38_population.ipynb #908e42aa
-def latest_forecasts(known: Sequence[SeedWorth], new: Sequence[SeedWorth]) -> tuple[SeedWorth, ...]:
-    "Return the latest forecasts of every lane; new ones take the place of all earlier ones of their lane."
-    updated = {w.lane for w in new}
-    return *(w for w in known if w.lane not in updated), *new
-
-def forecasts_now(
-    known: Sequence[SeedWorth], # of any lanes
-    model: Growing, # whose slots may have been filled since
-    lane: int,
-) -> list[SeedWorth]: # the most sure first: by the lower end of the interval
-    "Return the forecasts for slots of a lane that are empty now."
-    free = [w for w in known if w.lane == lane and model.slot(w.slot).state(lane).stage == Stage.DORMANT]
-    return sorted(free, key=lambda w: w.within_pp - w.worth_pp)
 
 # %% ../../nbs/train/38_population.ipynb #0c58bd42
 MIXED_BYTES = 2**21 # of a lane's activation; below, calls cost more than copies
@@ -502,10 +487,6 @@ class Population:
         self._accept_restarts(sorted({i for new in fresh.values() for i in new}))
         return self.copies.copy_out(plan, beside)
 
-    def copy_again(self, g: Group): # from `check_out`, trained in vain
-        "Reset a group to its state after the copy."
-        self.copies.copy_again(g)
-
     def give_back(self,
         groups: Sequence[Group], # from `check_out`
         active: Sequence[bool] | Tensor | None = None, # (n,) lanes to update; default all; the others do not change
@@ -558,7 +539,7 @@ class Population:
         if self.governor is None: return (), ()
         self.tables = self.slot_tables()
         reports = tuple(r for loss in losses for r in self.governor.watch(loss, inactive=inactive))
-        return reports, self.settle_seeds(self.tables, sorted({r.lane for r in reports if r.rolled_back}))
+        return reports, self.rolled_back.settle(self.tables, sorted({r.lane for r in reports if r.rolled_back}))
 
     def evaluate(self,
         split: str = "heldout", # "train", "heldout" or "test"
@@ -586,15 +567,8 @@ class Population:
         else: yield from ((self.model.lane(i), (i,)) for i in range(self.lanes))
 
     def slot_tables(self) -> dict[str, Tensor]: # slot -> its table, a copy
-        "Return the states of all seeds, for `settle_seeds`."
+        "Return the states of all seeds, for `rolled_back.settle`."
         return {k: self.model.slot(k).table.clone() for k in self.model.names}
-
-    def settle_seeds(self,
-        before: Mapping[str, Tensor], # `slot_tables` before the rollback
-        lanes: Sequence[int], # that were rolled back
-    ) -> tuple[DecisionResult, ...]: # reverted germinations, as decisions that can be retried
-        "Keep the histories of the seeds of lanes that were rolled back, and prune the live ones."
-        return self.rolled_back.settle(before, lanes)
 
     def retry_germinations(self) -> tuple[DecisionResult, ...]: # what was done, or why not
         "Repeat the germinations that the latest epoch undid, in each slot as often as the settings allow."
@@ -603,7 +577,8 @@ class Population:
     def foretell(self, result: EpochResult) -> EpochResult: # with what seeds would be worth
         "Run the forecaster after an epoch, and keep each lane's latest forecast."
         said = () if self.forecaster is None else tuple(self.forecaster(self, result))
-        self.forecast = latest_forecasts(self.forecast, said)
+        updated = {w.lane for w in said}
+        self.forecast = *(w for w in self.forecast if w.lane not in updated), *said
         return result._replace(forecast=said)
 
     def would_help(self,
@@ -618,7 +593,9 @@ class Population:
         >>> pop.would_help(0) # no forecaster was given
         []
         """
-        return forecasts_now(self.forecast, self.model, lane)
+        known = [w for w in self.forecast if w.lane == lane]
+        free = [w for w in known if self.model.slot(w.slot).state(lane).stage == Stage.DORMANT]
+        return sorted(free, key=lambda w: w.within_pp - w.worth_pp)
 
     def status(self,
         lanes: int | Sequence[int] | None = None, # None: all
@@ -634,11 +611,6 @@ class Population:
         """
         best = [(i, each[0]) for i in as_lanes(lanes, self.lanes) if (each := self.would_help(i))]
         return self.model.status(lanes)._replace(forecasts=[f"lane {i}: {w.text}" for i, w in best])
-
-    def keep_result(self, result: EpochResult) -> EpochResult: # the same
-        "Keep the result of the latest epoch, for a controller's next decision."
-        self.last = result
-        return result
 
     def state_dict(self) -> dict[str, Any]: # tensors and plain values
         "Return all state that the next epoch depends on, with the Governor's snapshots."

@@ -94,14 +94,15 @@ def _commonest_after(
     at = np.searchsorted(known, asked).clip(max=len(known) - 1)
     return np.where(known[at] == asked, token[at], otherwise)
 
+def _usual(y: np.ndarray) -> np.ndarray | int: # labels, or a class
+    "Return the commonest answer."
+    return y.mean(0) > .5 if y.ndim > 1 else int(np.bincount(y).argmax())
+
 def _commonest(data: ImageData, y: np.ndarray, test_y: np.ndarray) -> SimpleScore:
     "Return the score of the answer that is the commonest in training."
-    if y.ndim > 1:
-        answers = np.broadcast_to(y.mean(0) > .5, test_y.shape)
-        return SimpleScore("the commonest labels", _score(answers, test_y))
-    common = int(np.bincount(y).argmax())
-    name = data.names[common] if common < len(data.names) else common
-    return SimpleScore(f"always {name}", _score(np.full(len(test_y), common), test_y))
+    common, name = _usual(y), "the commonest labels"
+    if isinstance(common, int): name = f"always {data.names[common] if common < len(data.names) else common}"
+    return SimpleScore(name, _score(np.broadcast_to(common, test_y.shape), test_y))
 
 def _simple_model(width: int, values: bool, several: bool):
     from sklearn import linear_model, multioutput, neighbors
@@ -162,9 +163,6 @@ def telling_column(
         found.append(SimpleScore(c.name, _score(tree.predict(cells[asked, i:i + 1]), y[asked])))
     best = max(found, key=lambda s: s.score)
     return best if best.score >= TELLING and usual < 90 else None
-
-def _usual(y: np.ndarray) -> np.ndarray | int:
-    return y.mean(0) > .5 if y.ndim > 1 else int(np.bincount(y).argmax())
 
 def telling_text(
     task: Task, # of your own table
