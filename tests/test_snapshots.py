@@ -233,6 +233,21 @@ def test_errors_name_the_fix():
     with pytest.raises(ValueError, match="model"): snap.restore(skip=["modle"])
     with pytest.raises(ValueError, match="lanes"): snap.take(lanes=[1])
 
+def test_norms_of_weights_are_those_of_networks_and_no_other_part_is_read():
+    class Read:
+        times = 0
+        def state_dict(self):
+            self.times += 1
+            return dict(weight=torch.full((4,), 100.))
+        def load_state_dict(self, state): pass
+    net, other = nn.Linear(3, 2), Read()
+    snapshot = Snapshot(net, other=other)
+    snapshot.take()
+    then, before = torch.cat([p.detach().flatten() for p in net.parameters()]).norm().item(), other.times
+    with torch.no_grad():
+        for p in net.parameters(): p.mul_(2.)
+    assert snapshot.weight_norms() == pytest.approx((2 * then, then)) and other.times == before
+
 def test_skip_leaves_streams_and_cursor_alone():
     run = Run("sgd"); snap = run.snapshot(); snap.take()
     run.step(); run.step()
