@@ -1176,12 +1176,7 @@ def _copy_and_check(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]: # tar
     found: list[Tensor] = []
     owners: list[int] = []
     fine = [True] * len(pairs)
-    small = [i for i, (to, _) in enumerate(pairs) if to.nbytes < 2**16]
-    for i in small: pairs[i][0].copy_(pairs[i][1])
-    few = [i for i in small if _may_be_infinite(pairs[i][0])]
-    for i, ok in zip(few, _finite([pairs[i][0] for i in few])): fine[i] = ok
     for i, (to, t) in enumerate(pairs):
-        if to.nbytes < 2**16: continue
         for a, b in _pieces(to, t):
             a.copy_(b)
             if not _may_be_infinite(a): continue
