@@ -419,8 +419,7 @@ class Signs:
         watch, mine, now = self.watches[id(optimizer)], id(optimizer), self.batch()
         self.gap, self.latest = max(self.gap, now - (self.latest or 0)), now
         if mine not in self.begun: self.begun[mine] = length_of_moments(optimizer)
-        if self.relieved or self.known[mine] != self.writes():
-            if watch.before is not None: watch.renew()
+        if self.relieved or self.known[mine] != self.writes(): watch.renew()
         elif (found := watch.start_of_step()) is not None:
             self.add_written(", ".join(found.names[:3]), [optimizer], mend=True)
         elif put := self.memories[mine].exchanged():

@@ -69,7 +69,7 @@ def out_of_shared_memory(batch, tensors: Iterable[Tensor]): # all of them in it
     "Return a batch whose tensors hold no file descriptors: as they come from a worker, each holds one."
     return own_copy(batch) if any(map(_is_shared, tensors)) else batch
 
-def _is_shared(t: Tensor) -> bool: return t.is_cpu and t.layout is torch.strided and t.untyped_storage().is_shared()
+def _is_shared(t: Tensor) -> bool: return t.is_cpu and t.layout is torch.strided and t.is_shared()
 
 def _nbytes_of(t: Tensor) -> int:
     if type(t) is Tensor and t.layout is torch.strided: return t.nbytes
