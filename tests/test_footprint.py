@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 from esper_nb.guard import Governor
-from esper_nb.guard import footprint as page, rehearsal
+from esper_nb.guard import footprint as page, rehearsal, writes
 from esper_nb.guard.footprint import Footprint, batch_digest, bits_of, names_in
 from esper_nb.guard.recorder import StepRecorder
 from esper_nb.guard.rehearsal import dry_replay, in_a_fork
@@ -1225,6 +1225,29 @@ def test_many_tensors_are_looked_at_in_turns():
     assert all(0 < len(turn) <= PIECES for turn in watch.turns)
     assert all(len(turn) == 1 or sum(words.nbytes for _, words in turn) <= PIECE for turn in watch.turns)
     assert sorted({i for turn in watch.turns for i, _ in turn}) == list(range(42))
+
+def test_words_are_found_again_only_where_a_tensor_lies_elsewhere_or_is_another_one(monkeypatch):
+    net, looked, words_of = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), [], writes.words_of
+    def counted(t):
+        looked.append(t)
+        return words_of(t)
+    monkeypatch.setattr(writes, "words_of", counted)
+    watch = StateWatch(lambda: tensors_of_parts(dict(model=net)), every=0)
+    def pass_by(steps):
+        for k in range(steps):
+            assert watch.start_of_step() is None
+            watch.end_of_step(k)
+    weight = net[0].weight
+    for change in (lambda: None, lambda: weight.data.clone(), lambda: weight.data[:2], lambda: weight.data.view(4, 2)):
+        if (other := change()) is not None: weight.data = other
+        watch.renew()
+        looked.clear()
+        pass_by(200)
+        assert len(looked) == 4 and sum(words.nbytes for _, words in sum(watch.turns, [])) == 4 * sum(
+            p.numel() for p in net.parameters())
+        weight.data.mul_(2.)
+        found = watch.start_of_step()
+        assert (found.names, found.how) == (("model.0.weight",), "bits")
 
 class BesideState(torch.optim.Optimizer):
     "Keeps statistics of layers and an optimizer of its own, none of them in its state, as second-order ones do."

@@ -1,5 +1,5 @@
 "Snapshots: exact, never aliased, never lost, for every kind of state and every mixture of lanes."
-import copy, random, signal, threading, time, tracemalloc
+import copy, math, random, signal, threading, time, tracemalloc
 from functools import partial
 
 import numpy as np
@@ -232,6 +232,38 @@ def test_errors_name_the_fix():
     snap = Snapshot(nn.Linear(2, 2)); snap.take()
     with pytest.raises(ValueError, match="model"): snap.restore(skip=["modle"])
     with pytest.raises(ValueError, match="lanes"): snap.take(lanes=[1])
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize("size", [1, 9, 2**15], ids=str)
+def test_a_state_is_good_if_every_number_is_finite(dtype, size):
+    "A sum that overflows says nothing, and infinities of both signs do not cancel."
+    state = {name: torch.ones(size, dtype=dtype) for name in ("large", "nan", "both")} | dict(count=torch.tensor(3))
+    snapshot = Snapshot(state=state)
+    snapshot.take() # from the second one on the copies are looked at while they are made
+    state["large"].fill_(torch.finfo(dtype).max / 2)
+    assert snapshot.take().published
+    state["nan"][-1] = math.nan
+    state["both"][0], state["both"][-1] = -math.inf, math.inf
+    found = snapshot.take()
+    assert (found.published, found.bad) == (False, ("state.nan", "state.both"))
+    snapshot.restore()
+    assert all(torch.equal(state[k], torch.full_like(state[k], x)) for k, x in dict(
+        large=torch.finfo(dtype).max / 2, nan=1, both=1, count=3).items())
+
+def test_norms_of_weights_are_those_of_networks_and_no_other_part_is_read():
+    class Read:
+        times = 0
+        def state_dict(self):
+            self.times += 1
+            return dict(weight=torch.full((4,), 100.))
+        def load_state_dict(self, state): pass
+    net, other = nn.Linear(3, 2), Read()
+    snapshot = Snapshot(net, other=other)
+    snapshot.take()
+    then, before = torch.cat([p.detach().flatten() for p in net.parameters()]).norm().item(), other.times
+    with torch.no_grad():
+        for p in net.parameters(): p.mul_(2.)
+    assert snapshot.weight_norms() == pytest.approx((2 * then, then)) and other.times == before
 
 def test_skip_leaves_streams_and_cursor_alone():
     run = Run("sgd"); snap = run.snapshot(); snap.take()

@@ -541,7 +541,7 @@ class Snapshot:
     def masked_since(self) -> tuple[str, ...]: # names
         "Return the weights of which a part is exactly zero that was not when the published state was taken: a mask."
         good, found = self.good_state(), list[str]()
-        for k, t in _weights(read_parts(self.parts, self.n)):
+        for k, t in _weights(self._networks()):
             if good is None or k not in good.bank or not same_layout(t, good.bank[k]) or t.numel() < 16: continue
             now = float((t == 0).float().mean())
             if .05 < now < 1 and float((good.bank[k] == 0).float().mean()) < now / 2: found.append(".".join(k))
@@ -551,15 +551,14 @@ class Snapshot:
     def weight_norms(self) -> tuple[float, float]: # infinite: not finite
         "Return the norm of the weights, as one vector, and that of the same weights in the published state."
         good = self.good_state()
-        pairs = [] if good is None else [(t, good.bank[k]) for k, t in _weights(read_parts(self.parts, self.n))
-                                         if k in good.bank]
+        pairs = [] if good is None else [(t, good.bank[k]) for k, t in _weights(self._networks()) if k in good.bank]
         if not pairs: return 0., 0.
         now, then = (_norm_of(column) for column in zip(*pairs))
         return now if np.isfinite(now) else np.inf, then
 
     def is_apart(self) -> bool:
         "Return whether processes that started with equal weights have diverged; every process must call it."
-        return self.agree is not None and self.agree([], [_weights_of(read_parts(self.parts, self.n))])[1]
+        return self.agree is not None and self.agree([], [_weights_of(self._networks())])[1]
 
     def difference(
         self,
@@ -686,6 +685,10 @@ class Snapshot:
     def _lasting(self) -> dict[str, AnyPart]:
         "Return the parts whose state means anything to another process, by name."
         return {name: part for name, part in self.parts.items() if not getattr(self.objects[name], "transient", False)}
+
+    def _networks(self) -> LiveState:
+        "Read the live state of the networks, which are all that has weights."
+        return read_parts({name: part for name, part in self.parts.items() if isinstance(part, ModulePart)}, self.n)
 
     def _settled(self) -> LiveState:
         "Read the live state, when no stream of any device writes it any more."
@@ -1191,12 +1194,7 @@ def _copy_and_check(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]: # tar
     found: list[Tensor] = []
     owners: list[int] = []
     fine = [True] * len(pairs)
-    small = [i for i, (to, _) in enumerate(pairs) if to.nbytes < 2**16]
-    for i in small: pairs[i][0].copy_(pairs[i][1])
-    few = [i for i in small if _may_be_infinite(pairs[i][0])]
-    for i, ok in zip(few, _finite([pairs[i][0] for i in few])): fine[i] = ok
     for i, (to, t) in enumerate(pairs):
-        if to.nbytes < 2**16: continue
         for a, b in _pieces(to, t):
             a.copy_(b)
             if not _may_be_infinite(a): continue

@@ -42,6 +42,11 @@ def tensors_of_parts(
         elif isinstance(obj, Tensor): out[f"{name}.values"] = obj
     return out
 
+def _form_of(t: Tensor) -> tuple | None: # None: it lies at no one place
+    "Return where a tensor lies, and as what."
+    if t.layout is not torch.strided: return None
+    return type(t), t.data_ptr(), t.shape, t.stride(), t.dtype
+
 @torch.no_grad()
 def words_of(
     t: Tensor, # any
@@ -147,6 +152,7 @@ class StateWatch:
         self.read, self.read_tables, self.every = tensors, tables, every
         self.steps = 0
         self.values: list[Tensor] = []
+        self.forms: list[tuple | None] | None = None # of these: as long as they stay, the words are the same memory
         self.counts: WriteCounts | None = None # of the latest step; None: not known
         self.renew()
 
@@ -165,15 +171,17 @@ class StateWatch:
         "Find the tensors again: some may be new, or lie elsewhere."
         self.tensors = {k: t for k, t in self.read().items() if not t.is_inference()}
         self.names, self.values = list(self.tensors), list(self.tensors.values())
+        self.tables = self.read_tables()
         kinds = [isinstance(t, nn.Parameter) for t in self.values]
         self.weights = plain_weights(t for t, is_weight in zip(self.values, kinds) if is_weight)
+        known, self.forms = self.forms, [_form_of(t) for t in self.values]
+        if self.forms == known: return
         mine, others = ([(i, words) for i, t in enumerate(self.values) if kinds[i] == kind for words in words_of(t)]
                         for kind in (True, False))
         self.turns, self.others = in_turns(mine), others
         whole = {i: words for i, words in reversed(mine + others)}
         self.probes = [(i, _two_of(words)) for i, words in whole.items()]
         self.places = [t.data_ptr() if t.layout is torch.strided else 0 for t in self.values]
-        self.tables = self.read_tables()
 
     def end_of_step(self, number: int): # of the step
         "Note how the state is, and what was written into it since the step began."
