@@ -63,6 +63,24 @@ def test_a_layer_changed_since_the_good_state_keeps_its_mask_or_is_whole_again(c
     if prune.is_pruned(net): assert (net.weight == 0).sum() == 16 == (net.weight_mask == 0).sum()
     else: assert net.weight is dict(net.named_parameters())["weight"] and hasattr(net, "kept") == ("zeros" in says)
 
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_layer_that_is_pruned_once_more_keeps_its_latest_mask(way):
+    "As iterative pruning has it: the second mask takes the place of the first one."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 8)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    x = torch.randn(8, 4)
+    def step(x): return descend(opt, net(x).square().mean())
+    for i in range(40):
+        if i in (12, 32): prune.l1_unstructured(net, "weight", amount=.5)
+        if i == 33: net.bias.data[0] = torch.nan
+        take(governor, step, x, way)
+    report, = governor.reports
+    assert report.action == "rollback" and 12 < report.restored_batch <= 30
+    assert "before the pruning, whose masks stay in force" in report.undone
+    assert (net.weight_mask == 0).sum() == 24 == (net.weight == 0).sum() and net.weight.isfinite().all()
+
 
 def test_a_step_that_fails_with_older_weights_leaves_them_uncompared():
     "As a Cholesky factor of older weights may: it was an error of the Governor, in a healthy run."
