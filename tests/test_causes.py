@@ -777,3 +777,24 @@ def test_a_write_of_a_rounding_is_not_what_ruins_a_run(ruin, cause):
     found = loop.gov.explain()
     assert found.cause == cause
     assert ("batch 39 and batch 40" if ruin == "scale" else "by rounding at first") in found.why
+
+
+def test_batches_without_a_gradient_make_the_others_no_odd_ones():
+    "As with a hinge: leaving all out that have one cures every run, and the rate was to blame."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    opt = torch.optim.SGD(net.parameters(), lr=.05, momentum=.9)
+    governor = Governor(net, opt, chance_loss=None)
+    centers = torch.randn(10, 16, generator=torch.Generator().manual_seed(99))
+    def step(xy):
+        x, y = xy
+        points = F.normalize(net(x), dim=1)
+        apart, same = torch.cdist(points, points), y[:, None] == y
+        loss = F.relu((apart * same).amax(1) - (apart + 10 * same).amin(1) + .3).mean()
+        return update(opt, loss)
+    g = torch.Generator().manual_seed(1)
+    for i in range(320):
+        if i in (240, 260): opt.param_groups[0]["lr"] = 15. if i == 240 else .05
+        y = torch.randint(0, 10, (64,), generator=g)
+        governor.run(step, (centers[y] + .4 * torch.randn(64, 16, generator=g), y))
+    assert [(r.action, r.cause) for r in governor.reports] == [("rollback", "rate")], [*map(str, governor.reports)]

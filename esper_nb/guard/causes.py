@@ -464,7 +464,8 @@ def odd_batches(
     def usual(of): return [of[k] for k in calm if k in of]
     norms = [x for x in usual(good.norms) or list(good.norms.values()) if math.isfinite(x)]
     most = 20 * statistics.median(norms) if norms else math.inf
-    out = dict.fromkeys(find_odd(good.losses, usual(good.losses)), "loss")
+    teaching = {k: x for k, x in good.losses.items() if good.norms.get(k) != 0} # without the others nothing is missing
+    out = dict.fromkeys(find_odd(teaching, usual(teaching)), "loss")
     for k, x in good.norms.items():
         if not math.isfinite(x) and math.isfinite(good.losses[k]): out[k] = "infinite"
         elif not x <= most and most > 0: out.setdefault(k, "gradient")
