@@ -13,7 +13,8 @@ from tiny import fed, same, take, update
 
 from benchmarks.foreign_bench import story_run
 from esper_nb.guard import (
-    EXPERIMENTS, Experiment, Governor, GovernorConfig, GovernorStop, Repairs, Replay, StepRecorder, had_a_spell, idle)
+    EXPERIMENTS, Experiment, Findings, Governor, GovernorConfig, GovernorStop, Repairs, Replay, StepRecorder,
+    had_a_spell, idle)
 
 CONFIG = GovernorConfig(snapshot_every=20, probation=20, patience=24, gate=False, lost_confirm=1)
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
@@ -798,3 +799,13 @@ def test_batches_without_a_gradient_make_the_others_no_odd_ones():
         y = torch.randint(0, 10, (64,), generator=g)
         governor.run(step, (centers[y] + .4 * torch.randn(64, 16, generator=g), y))
     assert [(r.action, r.cause) for r in governor.reports] == [("rollback", "rate")], [*map(str, governor.reports)]
+
+
+@pytest.mark.parametrize("every, spike, rose", [(1, None, False), (1, 40, True), (5, None, False), (5, 40, True)])
+def test_gradients_as_large_at_every_fifth_step_before_have_not_become_larger(every, spike, rose):
+    "As those of a generator, which learns at every fifth step of its critic: they were blamed."
+    norms = {k: 2. if every > 1 and k % every == 0 else .3 + .01 * (k % 7) for k in range(60)}
+    if spike is not None: norms[spike] = 30.
+    steps = [SimpleNamespace(number=k) for k in norms]
+    found = Findings(steps, [1.] * 60, onset=60, norms=norms)
+    assert found.norms_rose == rose and found.usual_norm < (.4 if every == 1 else 2.1)

@@ -117,9 +117,14 @@ class Findings:
     def norms_rose(self) -> bool:
         "Whether gradients became far larger from about the failure on."
         since = self.steps[max(0, self.onset - 2)].number if self.onset < len(self.steps) else 0
-        if not self.usual_norms: return False
-        usual = statistics.median(self.usual_norms)
-        return any(not v <= 4 * usual for k, v in self.norms.items() if k >= since)
+        return bool(self.usual_norms) and any(not v <= 4 * self.usual_norm for k, v in self.norms.items() if k >= since)
+
+    @property
+    def usual_norm(self) -> float: # there are some
+        "The one in the middle; of the larger ones where steps are of two kinds, as a generator learns now and then."
+        middle, early = statistics.median(self.usual_norms), self.usual_norms[:max(4, len(self.usual_norms) // 2)]
+        larger = [v for v in early if v > 4 * middle]
+        return statistics.median(larger) if len(larger) > len(early) / 10 else middle
 
 # %% ../../nbs/guard/26_causes.ipynb #bitswhy
 def carries_over(
@@ -841,7 +846,7 @@ def moments_push(replay: Replay) -> bool:
 # %% ../../nbs/guard/26_causes.ipynb #583d9d3d
 def clip_as_usual(replay: Replay, found: Findings):
     "Clip gradients at their usual norm."
-    limit = statistics.median(found.usual_norms)
+    limit = found.usual_norm
     def clip(o): nn.utils.clip_grad_norm_([p for g in o.param_groups for p in g["params"]], limit)
     replay.changes.with_gradients.append(clip)
 
@@ -905,7 +910,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         fits=lambda r, f: moments_push(r), help="moments that no longer fit"),
     "clipped gradients": Experiment(
         change=clip_as_usual, cause="gradient_spike",
-        why=lambda r, f: f"gradients far larger than before; clip them, at {statistics.median(f.usual_norms):.3g}, say",
+        why=lambda r, f: f"gradients far larger than before; clip them, at {f.usual_norm:.3g}, say",
         fits=lambda r, f: f.norms_rose, help="rare gradients out of all proportion"),
     **{f"{name} of the learning rate": slower(name, share)
        for name, share in {"a quarter": 1 / 4, "a sixteenth": 1 / 16, "a sixty-fourth": 1 / 64}.items()},
