@@ -469,7 +469,9 @@ def odd_batches(
     def usual(of): return [of[k] for k in calm if k in of]
     norms = [x for x in usual(good.norms) or list(good.norms.values()) if math.isfinite(x)]
     most = 20 * statistics.median(norms) if norms else math.inf
-    teaching = {k: x for k, x in good.losses.items() if good.norms.get(k) != 0} # without the others nothing is missing
+    finite = [k for k in good.norms if math.isfinite(good.losses[k])]
+    none = [k for k in finite if good.norms[k] == 0] # whoever leaves the others out trains no more
+    teaching = {k: x for k, x in good.losses.items() if k not in none or len(none) == len(finite)}
     out = dict.fromkeys(find_odd(teaching, usual(teaching)), "loss")
     for k, x in good.norms.items():
         if not math.isfinite(x) and math.isfinite(good.losses[k]): out[k] = "infinite"
