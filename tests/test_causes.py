@@ -13,7 +13,8 @@ from tiny import fed, same, take, update
 
 from benchmarks.foreign_bench import story_run
 from esper_nb.guard import (
-    EXPERIMENTS, Experiment, Governor, GovernorConfig, GovernorStop, Repairs, Replay, StepRecorder, had_a_spell, idle)
+    EXPERIMENTS, Experiment, Findings, Governor, GovernorConfig, GovernorStop, Repairs, Replay, StepRecorder,
+    had_a_spell, idle)
 
 CONFIG = GovernorConfig(snapshot_every=20, probation=20, patience=24, gate=False, lost_confirm=1)
 CENTERS = torch.randn(10, 16, generator=torch.Generator().manual_seed(0)) * .7
@@ -777,3 +778,34 @@ def test_a_write_of_a_rounding_is_not_what_ruins_a_run(ruin, cause):
     found = loop.gov.explain()
     assert found.cause == cause
     assert ("batch 39 and batch 40" if ruin == "scale" else "by rounding at first") in found.why
+
+
+def test_batches_without_a_gradient_make_the_others_no_odd_ones():
+    "As with a hinge: leaving all out that have one cures every run, and the rate was to blame."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+    opt = torch.optim.SGD(net.parameters(), lr=.05, momentum=.9)
+    governor = Governor(net, opt, chance_loss=None)
+    centers = torch.randn(10, 16, generator=torch.Generator().manual_seed(99))
+    def step(xy):
+        x, y = xy
+        points = F.normalize(net(x), dim=1)
+        apart, same = torch.cdist(points, points), y[:, None] == y
+        loss = F.relu((apart * same).amax(1) - (apart + 10 * same).amin(1) + .3).mean()
+        return update(opt, loss)
+    g = torch.Generator().manual_seed(1)
+    for i in range(320):
+        if i in (240, 260): opt.param_groups[0]["lr"] = 15. if i == 240 else .05
+        y = torch.randint(0, 10, (64,), generator=g)
+        governor.run(step, (centers[y] + .4 * torch.randn(64, 16, generator=g), y))
+    assert [(r.action, r.cause) for r in governor.reports] == [("rollback", "rate")], [*map(str, governor.reports)]
+
+
+@pytest.mark.parametrize("every, spike, rose", [(1, None, False), (1, 40, True), (5, None, False), (5, 40, True)])
+def test_gradients_as_large_at_every_fifth_step_before_have_not_become_larger(every, spike, rose):
+    "As those of a generator, which learns at every fifth step of its critic: they were blamed."
+    norms = {k: 2. if every > 1 and k % every == 0 else .3 + .01 * (k % 7) for k in range(60)}
+    if spike is not None: norms[spike] = 30.
+    steps = [SimpleNamespace(number=k) for k in norms]
+    found = Findings(steps, [1.] * 60, onset=60, norms=norms)
+    assert found.norms_rose == rose and found.usual_norm < (.4 if every == 1 else 2.1)

@@ -63,6 +63,24 @@ def test_a_layer_changed_since_the_good_state_keeps_its_mask_or_is_whole_again(c
     if prune.is_pruned(net): assert (net.weight == 0).sum() == 16 == (net.weight_mask == 0).sum()
     else: assert net.weight is dict(net.named_parameters())["weight"] and hasattr(net, "kept") == ("zeros" in says)
 
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_layer_that_is_pruned_once_more_keeps_its_latest_mask(way):
+    "As iterative pruning has it: the second mask takes the place of the first one."
+    torch.manual_seed(0)
+    net = nn.Linear(4, 8)
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    x = torch.randn(8, 4)
+    def step(x): return descend(opt, net(x).square().mean())
+    for i in range(40):
+        if i in (12, 32): prune.l1_unstructured(net, "weight", amount=.5)
+        if i == 33: net.bias.data[0] = torch.nan
+        take(governor, step, x, way)
+    report, = governor.reports
+    assert report.action == "rollback" and 12 < report.restored_batch <= 30
+    assert "before the pruning, whose masks stay in force" in report.undone
+    assert (net.weight_mask == 0).sum() == 24 == (net.weight == 0).sum() and net.weight.isfinite().all()
+
 
 def test_a_step_that_fails_with_older_weights_leaves_them_uncompared():
     "As a Cholesky factor of older weights may: it was an error of the Governor, in a healthy run."
@@ -1784,3 +1802,41 @@ def test_a_list_of_losses_is_not_what_no_rollback_puts_back(caplog):
     assert [r.batch for r in governor.reports] == [46] and net.weight.isfinite().all()
     assert len(losses) == 80 and "the restored weights give nan, too" in caplog.text
     assert "has NaN in it" not in caplog.text
+
+
+@pytest.mark.parametrize("fault, cause", [("nan", "external"), ("rate", "rate")])
+@pytest.mark.parametrize("how", ["groups", "flags"])
+@pytest.mark.parametrize("place", ["outside", "body", "guarded"])
+def test_a_layer_that_thaws_after_the_good_state_thaws_in_a_replay(place, how, fault, cause):
+    "It stayed frozen there, or at its rate of later, and a healthy loop was said to be disturbed by hardware."
+    data = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)) for i in range(80)]
+    def train(ruined):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        net[0].requires_grad_(False)
+        opt = torch.optim.Adam(net.parameters() if how == "flags" else net[2].parameters(), lr=.01)
+        governor = Governor(net, opt, chance_loss=None, config=OFTEN) if ruined else None
+        def thaw(i):
+            if i != 44: return
+            net[0].requires_grad_(True)
+            if how == "groups": opt.add_param_group(dict(params=net[0].parameters(), lr=.005))
+        def disturb(i):
+            if fault == "nan" and i == 48: net[2].weight.data[0, 0] = torch.nan
+            if fault == "rate" and i in (48, 56):
+                for g in opt.param_groups: g["lr"] = 3. if i == 48 else .01
+        def batches():
+            for i, x in enumerate(data):
+                if place == "outside": thaw(i)
+                if ruined: disturb(i)
+                yield i, x
+        for i, x in fed(governor, batches(), "batches"):
+            if place == "body" or place == "guarded" and not (governor and governor.replaying): thaw(i)
+            loss = update(opt, F.mse_loss(net(x), x))
+            if governor: governor.watch(loss)
+        return net, governor
+    alone, guarded = train(False)[0], train(True)
+    report, *more = guarded[1].reports
+    assert not more and (report.action, report.cause) == ("rollback", cause) and report.redone, str(report)
+    assert report.restored_batch < 44
+    ours, theirs = (F.mse_loss(net(torch.cat(data)), torch.cat(data)).item() for net in (guarded[0], alone))
+    assert ours == theirs if fault == "nan" else ours < 1.1 * theirs

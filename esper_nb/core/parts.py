@@ -182,10 +182,11 @@ class _Build(NamedTuple):
     def lives_on(self, m: nn.Module) -> bool:
         "Whether the module has all of it, and beside it only names and buffers that are new: pruning, or a mask."
         inner, params, buffers = _tables(m)
-        then = [{id(t) for t in table.values() if t is not None} for table in self.tables]
+        then = [{id(t): k for k, t in table.items() if t is not None} for table in self.tables]
         now = [{id(t) for t in table.values() if t is not None} for table in (params, buffers)]
+        gone = [k for t, k in then[2].items() if t not in now[1]]
         same = type(m) is self.kind and _is_same(inner, self.tables[0])
-        return same and now[0] == then[1] and now[1] >= then[2]
+        return same and now[0] == then[1].keys() and all([_is_pruned_again(k, params, buffers) for k in gone])
 
     def put_back(self, m: nn.Module):
         "Make the module as it was, unless it is."
@@ -200,6 +201,10 @@ class _Build(NamedTuple):
         vars(m).update(self.made)
 
 def _made(m): return {k: t.detach() for k, t in vars(m).items() if isinstance(t, Tensor)}
+
+def _is_pruned_again(buffer: str, params, buffers) -> bool: # name of a buffer, tables of its module
+    "Whether a buffer is a mask of `prune`, which exchanges it where it prunes once more."
+    return buffer.endswith("_mask") and f"{buffer.removesuffix('_mask')}_orig" in params and buffer in buffers
 
 def _rebuild(tree, frozen):
     "Restore the structure and the flags of all modules."

@@ -29,8 +29,9 @@ from .causes import (OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED, YARD as Y
     bears_float32 as bears_float32, few_bits as few_bits, drop_gradients as drop_gradients,
     uses_old_gradients as uses_old_gradients, forget_moments as forget_moments, moments_push as moments_push,
     clip_as_usual as clip_as_usual, scale_rate as scale_rate, slower as slower, climb as climb, CaseFile as CaseFile,
-    why_well as why_well, why_cured as why_cured, Repetition as Repetition, Inquiry as Inquiry,
-    find_cause as find_cause, on_any_rank as on_any_rank, redo as redo, redo_disturbed as redo_disturbed)
+    why_well as why_well, why_cured as why_cured, replay_as_switched as replay_as_switched, Repetition as Repetition,
+    Inquiry as Inquiry, find_cause as find_cause, on_any_rank as on_any_rank, redo as redo,
+    redo_disturbed as redo_disturbed)
 from .detector import (WINDOW_LIMIT as WINDOW_LIMIT, SCALES as SCALES, ARRAYS as ARRAYS, NUMBERS as NUMBERS,
     RULES as RULES, Threshold as Threshold, threshold as threshold, DetectorConfig as DetectorConfig,
     list_thresholds as list_thresholds, label_entropy as label_entropy, Verdict as Verdict, judge as judge,
@@ -96,16 +97,16 @@ from .ranks import Ranks as Ranks, SameWeights as SameWeights
 from .rates import (set_setting as set_setting, has_rate as has_rate, rates_of as rates_of, scale_lr as scale_lr,
     LearningRates as LearningRates)
 from .recorder import (COPIED_FIRST as COPIED_FIRST, ADDED as ADDED, GroupRates as GroupRates, HasModes as HasModes,
-    RunModes as RunModes, out_of_shared_memory as out_of_shared_memory, own_copy as own_copy, is_cloned as is_cloned,
-    is_data as is_data, Repeats as Repeats, Origin as Origin, number_of as number_of, RecordedStep as RecordedStep,
-    StepRecorder as StepRecorder, RatePeaks as RatePeaks, RecordedIncident as RecordedIncident,
-    copy_published as copy_published, why_missing as why_missing, give_inputs as give_inputs,
-    tensors_of as tensors_of, all_tensors_of as all_tensors_of, size_of as size_of, same_content as same_content,
-    same_stream as same_stream, keys_of as keys_of, as_key as as_key, with_origins as with_origins,
-    iter_noting as iter_noting, fetch_from as fetch_from, Noting as Noting, NotingIterator as NotingIterator,
-    settings_of as settings_of, stepping as stepping, idle as idle, still_schedules as still_schedules,
-    foreign_optimizers as foreign_optimizers, lower_rates as lower_rates, put_rates_back as put_rates_back,
-    at_share as at_share, Omissions as Omissions, WarmUp as WarmUp)
+    RunGroups as RunGroups, RunModes as RunModes, out_of_shared_memory as out_of_shared_memory, own_copy as own_copy,
+    is_cloned as is_cloned, is_data as is_data, Repeats as Repeats, Origin as Origin, number_of as number_of,
+    RecordedStep as RecordedStep, StepRecorder as StepRecorder, RatePeaks as RatePeaks,
+    RecordedIncident as RecordedIncident, copy_published as copy_published, why_missing as why_missing,
+    give_inputs as give_inputs, tensors_of as tensors_of, all_tensors_of as all_tensors_of, size_of as size_of,
+    same_content as same_content, same_stream as same_stream, keys_of as keys_of, as_key as as_key,
+    with_origins as with_origins, iter_noting as iter_noting, fetch_from as fetch_from, Noting as Noting,
+    NotingIterator as NotingIterator, settings_of as settings_of, stepping as stepping, idle as idle,
+    still_schedules as still_schedules, foreign_optimizers as foreign_optimizers, lower_rates as lower_rates,
+    put_rates_back as put_rates_back, at_share as at_share, Omissions as Omissions, WarmUp as WarmUp)
 from .rehearsal import (LIMIT as LIMIT, NEAR as NEAR, can_fork as can_fork, quiet as quiet, in_a_fork as in_a_fork,
     end_with as end_with, read_all as read_all, DryReplay as DryReplay, dry_replay as dry_replay, Attempt as Attempt,
     equal_losses as equal_losses, in_place as in_place, why_not as why_not)

@@ -18,8 +18,8 @@ __all__ = ['OLD_GRADIENTS', 'RUINED', 'YARD', 'ODD', 'BEFORE', 'EXPERIMENTS', 'C
            'rate_rose', 'is_in_cycles', 'had_a_spell', 'other_settings_now', 'hold_settings', 'other_settings',
            'is_near', 'without_autocast', 'full_precision', 'bears_float32', 'few_bits', 'drop_gradients',
            'uses_old_gradients', 'forget_moments', 'moments_push', 'clip_as_usual', 'scale_rate', 'slower', 'climb',
-           'CaseFile', 'why_well', 'why_cured', 'Repetition', 'Inquiry', 'find_cause', 'on_any_rank', 'redo',
-           'redo_disturbed']
+           'CaseFile', 'why_well', 'why_cured', 'replay_as_switched', 'Repetition', 'Inquiry', 'find_cause',
+           'on_any_rank', 'redo', 'redo_disturbed']
 
 # %% ../../nbs/guard/26_causes.ipynb #imports
 import itertools
@@ -117,9 +117,14 @@ class Findings:
     def norms_rose(self) -> bool:
         "Whether gradients became far larger from about the failure on."
         since = self.steps[max(0, self.onset - 2)].number if self.onset < len(self.steps) else 0
-        if not self.usual_norms: return False
-        usual = statistics.median(self.usual_norms)
-        return any(not v <= 4 * usual for k, v in self.norms.items() if k >= since)
+        return bool(self.usual_norms) and any(not v <= 4 * self.usual_norm for k, v in self.norms.items() if k >= since)
+
+    @property
+    def usual_norm(self) -> float: # there are some
+        "The one in the middle; of the larger ones where steps are of two kinds, as a generator learns now and then."
+        middle, early = statistics.median(self.usual_norms), self.usual_norms[:max(4, len(self.usual_norms) // 2)]
+        larger = [v for v in early if v > 4 * middle]
+        return statistics.median(larger) if len(larger) > len(early) / 10 else middle
 
 # %% ../../nbs/guard/26_causes.ipynb #bitswhy
 def carries_over(
@@ -464,7 +469,10 @@ def odd_batches(
     def usual(of): return [of[k] for k in calm if k in of]
     norms = [x for x in usual(good.norms) or list(good.norms.values()) if math.isfinite(x)]
     most = 20 * statistics.median(norms) if norms else math.inf
-    out = dict.fromkeys(find_odd(good.losses, usual(good.losses)), "loss")
+    finite = [k for k in good.norms if math.isfinite(good.losses[k])]
+    none = [k for k in finite if good.norms[k] == 0] # whoever leaves the others out trains no more
+    teaching = {k: x for k, x in good.losses.items() if k not in none or len(none) == len(finite)}
+    out = dict.fromkeys(find_odd(teaching, usual(teaching)), "loss")
     for k, x in good.norms.items():
         if not math.isfinite(x) and math.isfinite(good.losses[k]): out[k] = "infinite"
         elif not x <= most and most > 0: out.setdefault(k, "gradient")
@@ -673,10 +681,15 @@ def name_counts(replay: Replay, found: Findings) -> str:
 # %% ../../nbs/guard/26_causes.ipynb #09dc8131
 def hold_rate(replay: Replay):
     "Keep the learning rate of the good state, but for what a Governor makes of it."
-    then = [(o, [float(g["lr"]) if has_rate(g) else None for g in o.param_groups]) for o in replay.optimizers]
+    then = [(o, list[float | None]()) for o in replay.optimizers]
     first = replay.steps[0].lr_factor
+    def note(by: float): # groups that were added since have the rate that they came with
+        for o, rates in then:
+            rates += [float(g["lr"]) / by if has_rate(g) else None for g in o.param_groups[len(rates):]]
+    note(1.)
     def hold(_):
         by = replay.steps[replay.at].lr_factor / first
+        note(by)
         for o, rates in then: # whose groups are others, once a step has loaded its state
             for g, lr in zip(o.param_groups, rates):
                 if lr is not None: set_setting(g, "lr", lr * by)
@@ -729,8 +742,13 @@ def other_settings_now(replay: Replay) -> Callable[..., None]: # that puts them 
     def of(g, own):
         return {k: v for k, v in g.items()
                 if k != "params" and not k.endswith("lr") and k not in own and not isinstance(v, Tensor)}
-    then = [(o, [of(g, replay.snapshot.own_settings(o)) for g in o.param_groups]) for o in replay.optimizers]
+    then = [(o, list[dict]()) for o in replay.optimizers]
+    def note(): # groups that were added since have the settings that they came with
+        for o, settings in then:
+            settings += [of(g, replay.snapshot.own_settings(o)) for g in o.param_groups[len(settings):]]
+    note()
     def hold(*_):
+        note()
         for o, settings in then:
             for g, held in zip(o.param_groups, settings): g.update(held)
     return hold
@@ -830,7 +848,7 @@ def moments_push(replay: Replay) -> bool:
 # %% ../../nbs/guard/26_causes.ipynb #583d9d3d
 def clip_as_usual(replay: Replay, found: Findings):
     "Clip gradients at their usual norm."
-    limit = statistics.median(found.usual_norms)
+    limit = found.usual_norm
     def clip(o): nn.utils.clip_grad_norm_([p for g in o.param_groups for p in g["params"]], limit)
     replay.changes.with_gradients.append(clip)
 
@@ -894,7 +912,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         fits=lambda r, f: moments_push(r), help="moments that no longer fit"),
     "clipped gradients": Experiment(
         change=clip_as_usual, cause="gradient_spike",
-        why=lambda r, f: f"gradients far larger than before; clip them, at {statistics.median(f.usual_norms):.3g}, say",
+        why=lambda r, f: f"gradients far larger than before; clip them, at {f.usual_norm:.3g}, say",
         fits=lambda r, f: f.norms_rose, help="rare gradients out of all proportion"),
     **{f"{name} of the learning rate": slower(name, share)
        for name, share in {"a quarter": 1 / 4, "a sixteenth": 1 / 16, "a sixty-fourth": 1 / 64}.items()},
@@ -1020,6 +1038,25 @@ def why_cured(
 # %% ../../nbs/guard/26_causes.ipynb #findagain
 SPARED = .1 # of the rise at most is left where something spares the run nearly all of it
 
+def replay_as_switched(
+    found: Findings,
+    replay: Callable[[], None], # from the good state on; its losses come to the findings
+):
+    """Replay; where the run has switched modes in a step, and the replay has not, let that step begin with them.
+
+    Code that thaws a layer behind `if not governor.replaying`, or in a callback, is not reached by a replay.
+    """
+    replay()
+    while (at := found.apart) and (then := found.steps[at].modes) is not None:
+        step = found.steps[at - 1]
+        began = step.modes
+        if began is None or began.are(then): return
+        step.modes = then
+        replay()
+        if found.apart is not None and found.apart <= at: # it was not that
+            step.modes = began
+            return replay()
+
 class Repetition:
     "The replay with nothing changed: what is seen in it, and how the run has ended by it."
     def __init__(self, replay: Replay, yard: Yardstick, found: Findings):
@@ -1033,9 +1070,15 @@ class Repetition:
 
     def run(self):
         "Replay, and look at every step."
+        replay_as_switched(self.found, self._replay)
+        self._measure()
+
+    def _replay(self):
         r, found = self.replay, self.found
         r.begin()
-        watch, by_state = LayerWatch(r), self.report is not None and self.report.reason == "state"
+        found.after, found.wrong = {}, {}
+        self.watch = watch = LayerWatch(r)
+        by_state = self.report is not None and self.report.reason == "state"
         numbers = list[dict[str, int]]()
         def look():
             found.after[r.at] = settings_of(r.optimizers)
@@ -1047,6 +1090,9 @@ class Repetition:
         r.changes = Changes()
         found.norms, found.used, found.low = watch.norms, watch.used, watch.low
         found.added, found.counts = watch.added, counts_in(numbers)
+
+    def _measure(self):
+        r, found = self.replay, self.found
         if r.is_through(found.again):
             self.kept = r.kept_by_step() # before anything else is looked at
             self.gap = self.yard.measure()
@@ -1058,7 +1104,7 @@ class Repetition:
         compared = self.report is not None and self.report.old_loss is not None
         if compared and self.gap.sure < self.gap.by < math.inf:
             self.spread = min(self.spread, self.gap.sure) # the old weights were found better on the same batches
-        out = watch.first_out(found.onset if found.apart is None else min(found.onset, found.apart))
+        out = self.watch.first_out(found.onset if found.apart is None else min(found.onset, found.apart))
         if out is not None: self.layer = f"{out[1]} ({out[2]}, from batch {r.steps[out[0]].number} on)"
 
     @property
@@ -1379,12 +1425,14 @@ def redo_disturbed(
     start = time.perf_counter()
     with Replay(incident, ranks, clocks) as r:
         found = Findings(r.steps, r.losses, len(r.steps))
-        r.begin()
         spell = had_a_spell(r) and not is_in_cycles(r)
-        if spell: hold_rate(r)
         def note(): found.after[r.at] = settings_of(r.optimizers)
-        r.changes.after_step.append(note)
-        found.again = r.run()
+        def replay():
+            r.begin()
+            if spell: hold_rate(r)
+            r.changes.after_step.append(note)
+            found.again = r.run()
+        replay_as_switched(found, replay)
         at = found.apart
         if at is None or not r.is_through(found.again): return None
         mine = r.here()

@@ -215,8 +215,8 @@ class Replay:
     ) -> float:
         "Take one step, and return its loss."
         s, self.at = self.steps[i], i
+        if s.modes is not None: s.modes.put() # groups of optimizers, too, before their settings
         if not anyway: self._follow_settings(i)
-        if s.modes is not None: s.modes.put()
         if s.number in self.changes.without and not anyway: return math.nan
         self._follow_gradients(s)
         self.changes.call("before_step")
