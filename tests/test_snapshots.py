@@ -940,3 +940,30 @@ def test_statistics_of_a_batch_norm_with_nan_are_refused_before_the_first_step()
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     net[1].running_var[1] = torch.nan
     with pytest.raises(RuntimeError, match="model.1.running_var"): Snapshot(net).take()
+
+
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2))
+@pytest.mark.parametrize("way", ("watch", "run"))
+def test_a_buffer_in_eight_bits_is_judged_and_restored(dtype, way, tmp_path):
+    "Torch adds up no such numbers and promotes them to nothing, so a Governor could not even be made."
+    net = nn.Linear(4, 4)
+    net.register_buffer("scales", torch.full((8,), 2.).to(dtype))
+    opt = torch.optim.SGD(net.parameters(), .01)
+    governor = Governor(net, opt, chance_loss=None, folder=tmp_path)
+    def step(x):
+        loss = (net(x) * net.scales.float().mean()).square().mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss.detach()
+    for k in range(120):
+        if k == 110: net.scales.copy_(torch.full((8,), math.nan).to(dtype))
+        x = torch.ones(2, 4)
+        governor.run(step, x) if way == "run" else governor.watch(step(x))
+    assert [r.action for r in governor.reports].count("rollback") == 1
+    assert torch.equal(net.scales.float(), torch.full((8,), 2.)) and net.scales.dtype == dtype
+    governor.close()
+    other = nn.Linear(4, 4)
+    other.register_buffer("scales", torch.zeros(8).to(dtype))
+    Governor.recover(tmp_path, other, torch.optim.SGD(other.parameters(), .01))
+    assert torch.equal(other.scales.float(), net.scales.float())

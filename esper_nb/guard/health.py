@@ -171,7 +171,8 @@ class BufferBands:
                            calm=state["calm"])
 
 def _norm(t: Tensor) -> float:
-    return float(torch.linalg.vector_norm(t.detach().to(torch.promote_types(t.dtype, torch.float32))))
+    wide = torch.float32 if t.element_size() == 1 else torch.promote_types(t.dtype, torch.float32)
+    return float(torch.linalg.vector_norm(t.detach().to(wide)))
 
 def _times(now: float, most: float) -> str:
     return f"{now / max(most, 1e-6):.3g} times its largest norm so far" if math.isfinite(now) else "not finite"

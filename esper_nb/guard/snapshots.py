@@ -923,7 +923,7 @@ class BackgroundCopy:
 def _is_finite(t: Tensor) -> bool:
     "No NaN and no infinity; one norm shows it, unless it overflows."
     if not (t.is_floating_point() or t.is_complex()): return True
-    return bool(torch.linalg.vector_norm(t).isfinite()) or bool(t.isfinite().all())
+    return bool(torch.linalg.vector_norm(_real(t)).isfinite()) or bool(t.isfinite().all())
 
 # %% ../../nbs/guard/12_snapshots.ipynb #0a03345a
 def _shard(t) -> Tensor:
@@ -1147,7 +1147,10 @@ def _finite(tensors: Sequence[Tensor]) -> list[bool]:
         sure[device] = get_total_norm([_real(t) for t in here]).isfinite().item()
     return [sure[t.device] or t.isfinite().all().item() for t in tensors]   # a norm may also overflow
 
-def _real(t: Tensor) -> Tensor: return torch.view_as_real(t) if t.is_complex() else t
+def _real(t: Tensor) -> Tensor:
+    "In numbers that torch adds up: real ones, and none of eight bits."
+    if t.is_complex(): return torch.view_as_real(t)
+    return t.float() if t.element_size() == 1 and t.is_floating_point() else t
 
 def _may_be_infinite(t: Tensor) -> bool: return (t.is_floating_point() or t.is_complex()) and t.numel() > 0
 
