@@ -139,13 +139,13 @@ from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as bl
 from .shadows import (NEAREST as NEAREST, RARE as RARE, SOME as SOME, shapes_of as shapes_of,
     tensors_by_name as tensors_by_name, held_in as held_in, trained_shapes as trained_shapes,
     mirrors_around as mirrors_around, WriteMark as WriteMark, write_marks as write_marks,
-    was_followed as was_followed, are_trained as are_trained, Shadows as Shadows)
+    has_followed as has_followed, are_trained as are_trained, Shadows as Shadows)
 from .snapshots import (StateKey as StateKey, Agree as Agree, PINNED as PINNED, TakeResult as TakeResult,
     RestoreResult as RestoreResult, StateVersion as StateVersion, SavedState as SavedState, LiveState as LiveState,
     read_parts as read_parts, StateBanks as StateBanks, pinned_buffers as pinned_buffers, Snapshot as Snapshot,
-    trained_by as trained_by, free_name as free_name, optimizers_alive as optimizers_alive, owned_by as owned_by,
-    BackgroundCopy as BackgroundCopy, OwnSettings as OwnSettings, own_settings_of as own_settings_of,
-    forget_state as forget_state)
+    trained_by as trained_by, is_transient as is_transient, free_name as free_name,
+    optimizers_alive as optimizers_alive, owned_by as owned_by, BackgroundCopy as BackgroundCopy,
+    OwnSettings as OwnSettings, own_settings_of as own_settings_of, forget_state as forget_state)
 from .writes import (TensorTable as TensorTable, PIECE as PIECE, PIECES as PIECES, PieceOf as PieceOf,
     tensors_of_parts as tensors_of_parts, words_of as words_of, tables_of as tables_of, is_other as is_other,
     untrained_in as untrained_in, in_turns as in_turns, Written as Written, WriteCounts as WriteCounts,

@@ -693,7 +693,7 @@ _Found = TypeVar("_Found")
 def _note_call(called: set[str], name: str, *_): called.add(name)
 
 class Beside:
-    "What the step reads beside the parts of a single run, and is ruined, so that no rollback helps."
+    "What the step reads beside the parts of a single run: what is ruined for good, and what follows weights."
     def __init__(
         self,
         snapshot: Snapshot, # of all parts

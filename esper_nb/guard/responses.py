@@ -35,7 +35,7 @@ from .ranks import Ranks
 from .rates import LearningRates
 from .reports import GovernorConfig, IncidentLog, Report
 from .rises import blames_weights
-from .snapshots import RestoreResult, Snapshot, trained_by
+from .snapshots import RestoreResult, Snapshot, is_transient, trained_by
 from .writes import untrained_in
 
 # %% ../../nbs/guard/27_responses.ipynb #46cb98c3
@@ -69,7 +69,7 @@ def not_exchanged(
     left = (*clocks_of(snapshot), *(name for name in ("governor_stats", "update_gate") if name in snapshot.parts))
     if absurd: return left
     judges = untrained_in(snapshot.objects, [p for g in rates.groups for p in g["params"]])
-    return (*left, *judges, *(name for name, obj in snapshot.objects.items() if getattr(obj, "transient", False)))
+    return (*left, *judges, *(name for name, obj in snapshot.objects.items() if is_transient(obj)))
 
 # %% ../../nbs/guard/27_responses.ipynb #560ddfa9
 def patience_of(config: GovernorConfig) -> int: # losses

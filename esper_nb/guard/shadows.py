@@ -6,7 +6,7 @@ Docs: https://esper-nb.github.io/esper_nb/guard/shadows.html.md"""
 
 # %% auto #0
 __all__ = ['NEAREST', 'RARE', 'SOME', 'shapes_of', 'tensors_by_name', 'held_in', 'trained_shapes', 'mirrors_around', 'WriteMark',
-           'write_marks', 'was_followed', 'are_trained', 'Shadows']
+           'write_marks', 'has_followed', 'are_trained', 'Shadows']
 
 # %% ../../nbs/guard/29_shadows.ipynb #shad0003
 from collections import Counter
@@ -99,7 +99,7 @@ def write_marks(
     return [WriteMark(identity=id(t), version=-1 if t.is_inference() else t._version, # noqa: SLF001
                       elements=some_of(t)) for t in numbers[:SOME]]
 
-def was_followed(
+def has_followed(
     before: list[WriteMark], # of `write_marks`
     now: list[WriteMark], # of the same object, some steps later
     rare: int = RARE, # writes, from which on it follows
@@ -135,7 +135,7 @@ class Shadows:
         parts, new = list(objects), list[str]()
         def rare(obj): return 1 if isinstance(obj, AveragedModel) else RARE # torch's own may be updated once an epoch
         followed = {k: obj for k, (obj, marks) in self.mirrors.items()
-                    if was_followed(marks, write_marks(obj), rare(obj))}
+                    if has_followed(marks, write_marks(obj), rare(obj))}
         if followed and not are_trained(followed.values()):
             new = [k for k, obj in followed.items() if all(t.isfinite().all() for t in tensors_by_name(obj).values())]
             for k in new: self.kept[free_name(k, self.kept)] = followed[k]

@@ -6,8 +6,8 @@ Docs: https://esper-nb.github.io/esper_nb/guard/snapshots.html.md"""
 
 # %% auto #0
 __all__ = ['StateKey', 'Agree', 'PINNED', 'TakeResult', 'RestoreResult', 'StateVersion', 'SavedState', 'LiveState', 'read_parts',
-           'StateBanks', 'pinned_buffers', 'Snapshot', 'trained_by', 'free_name', 'optimizers_alive', 'owned_by',
-           'BackgroundCopy', 'OwnSettings', 'own_settings_of', 'forget_state']
+           'StateBanks', 'pinned_buffers', 'Snapshot', 'trained_by', 'is_transient', 'free_name', 'optimizers_alive',
+           'owned_by', 'BackgroundCopy', 'OwnSettings', 'own_settings_of', 'forget_state']
 
 # %% ../../nbs/guard/12_snapshots.ipynb #1ee11488
 import gc
@@ -250,13 +250,16 @@ class StateBanks:
         "Bytes of host memory in use, all banks."
         return sum(t.nbytes for bank in self.memory[:self.copies] for t in bank.values())
 
-    def state_dict(self) -> dict: # as much memory as the banks
+    def state_dict(
+        self,
+        parts: Collection[str] | None = None, # names of those whose tensors are returned; None: all
+    ) -> dict: # as much memory as the banks
         "Return all banks, and which versions are in them, without what is not a tensor."
         def numbers(of): return [None if v is None else (v.number, v.step) for v in of]
         return dict(
-            banks=[{k: t.clone() for k, t in _by_text(bank).items()} for bank in self.memory[:self.copies]],
+            banks=[{k: t.clone() for k, t in _by_text(bank, parts).items()} for bank in self.memory[:self.copies]],
             front=list(self.front), published=numbers(self.published), held=numbers(self.held), taken=self.taken,
-            sparse={i: _by_text(v.sparse) for i, v in self.versions().items()})
+            sparse={i: _by_text(v.sparse, parts) for i, v in self.versions().items()})
 
     def load_state_dict(
         self,
@@ -613,12 +616,11 @@ class Snapshot:
     def state_dict(self) -> dict: # as much memory as the banks
         "Return the state for a file: all banks, the published and the observed state."
         self.find_late(wait=True)
-        lasting, saved = self._lasting(), self.banks.state_dict()
-        saved["banks"] = [{k: t for k, t in bank.items() if _key(k)[0] in lasting} for bank in saved["banks"]]
+        lasting = self._lasting()
         rest = {i: _portable(v, lasting) for i, v in self.banks.versions().items()}
         texts = {name: sorted("|".join(k) for k in found) for name, found in
                  dict(masks=self.masks, unset=self.unset).items()}
-        return saved | texts | dict(rest=rest)
+        return self.banks.state_dict(lasting) | texts | dict(rest=rest)
 
     def load_state_dict(self, state: Mapping[str, Any]): # a state of `state_dict`
         "Put the banks back; load the parts themselves first, or restore them afterwards."
@@ -640,8 +642,8 @@ class Snapshot:
         v, parts = state.version, self._lasting()
         return dict(number=v.number, step=v.step,
                     kinds={name: type(self.objects[name]).__name__ for name in v.rest if name in parts},
-                    rest=_portable(v, parts), sparse=_by_text(v.sparse),
-                    bank={"|".join(k): t.clone() if copy else t for k, t in state.bank.items() if k[0] in parts})
+                    rest=_portable(v, parts), sparse=_by_text(v.sparse, parts),
+                    bank={k: t.clone() if copy else t for k, t in _by_text(state.bank, parts).items()})
 
     def revive(self, saved: Mapping[str, Any]) -> SavedState: # of `portable`
         "Return a state that was in a file."
@@ -684,7 +686,7 @@ class Snapshot:
 
     def _lasting(self) -> dict[str, AnyPart]:
         "Return the parts whose state means anything to another process, by name."
-        return {name: part for name, part in self.parts.items() if not getattr(self.objects[name], "transient", False)}
+        return {name: part for name, part in self.parts.items() if not is_transient(self.objects[name])}
 
     def _networks(self) -> LiveState:
         "Read the live state of the networks, which are all that has weights."
@@ -736,9 +738,9 @@ def _key(text: str) -> StateKey:
 
 def _by_key(saved: Mapping[str, Tensor]) -> dict[StateKey, Tensor]: return {_key(text): t for text, t in saved.items()}
 
-def _by_text(tensors: Mapping[StateKey, Tensor]) -> dict[str, Tensor]:
-    "Return tensors by names that a file can hold."
-    return {"|".join(k): t for k, t in tensors.items()}
+def _by_text(tensors: Mapping[StateKey, Tensor], parts: Collection[str] | None = None) -> dict[str, Tensor]:
+    "Return tensors, all or those of some parts, by names that a file can hold."
+    return {"|".join(k): t for k, t in tensors.items() if parts is None or k[0] in parts}
 
 def _misfits(
     parts: Mapping[str, AnyPart], # by name
@@ -802,6 +804,12 @@ def trained_by(
 ) -> list[Tensor]: # the tensors themselves: those of other libraries lie nowhere that could be compared
     "Return the parameters of some optimizers."
     return [p for o in optimizers for group in o.param_groups for p in group["params"]]
+
+def is_transient(
+    obj, # a part
+) -> bool:
+    "Whether it was found in the loop, and means nothing to another process: no file holds it."
+    return getattr(obj, "transient", False)
 
 def free_name(
     name: str, # that is wanted
@@ -1167,7 +1175,7 @@ def _to_mend(live: LiveState, good: SavedState, parts: Mapping[str, AnyPart],
     heads = {(part, path.split(".")[0]) for part, path in keys if is_moment((part, path))}
     tails = tuple(f".{path}" for part, path in keys if is_buffer((part, path)))
     def follows(key): # an average of such a buffer
-        return key in good.bank and getattr(parts[key[0]].obj, "transient", False) and f".{key[1]}".endswith(tails)
+        return key in good.bank and is_transient(parts[key[0]].obj) and f".{key[1]}".endswith(tails)
     mine = [k for k in live.tensors if (k[0], k[1].split(".")[0]) in heads or k in keys or follows(k)]
     fit = all(k in good.bank and same_layout(good.bank[k], live.tensors[k]) for k in mine)
     return mine if fit else []
