@@ -828,3 +828,26 @@ def test_losses_that_overflow_in_an_explosion_do_not_stop_the_clock(way):
     report = governor.reports[0]
     assert report.reason == "explosion" and report.action == "rollback" and report.batch < 215
     assert report.loss == pytest.approx(1e30) and any(n.action == "harmless" for n in governor.notes)
+
+
+@pytest.mark.parametrize("rate,row", [(300, 3), (1, 48)], ids=["behind a rate that was raised", "behind nothing"])
+def test_losses_that_overflow_behind_something_that_was_done_are_not_waited_out(rate, row):
+    "Weights can be finite and yet too large for their exponentials; updates that do not happen leave them there."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+    opt = torch.optim.Adam(net.parameters(), 1e-2)
+    governor = Governor(net, opt, chance_loss=None)
+    for k in range(160 + row):
+        x = torch.randn(32, 8)
+        if k == 159: opt.param_groups[0]["lr"] *= rate
+        data = x if rate > 1 or k < 160 else x * torch.nan
+        out = net(data)
+        loss = ((out - x[:, :1]).square() + .01 * out.square().exp()).mean()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        opt.param_groups[0]["lr"] = 1e-2
+        assert not governor.reports, k
+        governor.watch(loss)
+    report, = governor.reports
+    assert report.rolled_back and report.batch == 159 + row and report.reason == "non-finite"

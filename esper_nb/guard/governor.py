@@ -345,14 +345,15 @@ class Governor:
         harmful batches are skipped when they recur, and a learning rate that was the cause is warmed up again.
         A step that returns None has skipped its batch: there is nothing to judge. One that fails while the state is
         not finite, such as a policy whose probabilities are NaN, has its batch left out, and the state is restored;
-        statistics and other arrays that the step reads, and that were finite in the good state, belong to it.
+        statistics and other arrays that the step reads, and that were finite in the good state, belong to it. One that
+        fails on a batch with NaN or an infinity in it, as the batches before have none, counts as a NaN loss.
 
         Raises
         ------
         ValueError
             If the Governor has several lanes, `step` is no function, or what it returns is no loss.
         Exception
-            Whatever the step raises while the state is finite.
+            Whatever the step raises while the state and its batch are finite.
         GovernorStop
             As in `watch`; the cause is looked for before.
 
@@ -399,19 +400,23 @@ class Governor:
                 returned = repairs.run(step, wanted, self.watched, fetch, self.comparing, self.lr_factor, origin)
         except Exception as e:
             if self.ranks or self.budget.stopped[0]: raise
-            if not (bad := self.snapshot.find_bad() or repairs.ruined_beside()): raise
-            logger.warning("Governor: batch %d: the step has failed, and the state is not finite: %s: %s", self.watched,
-                           type(e).__name__, str(e).partition("\n")[0])
-            returned = None
+            bad = self.snapshot.find_bad() or repairs.ruined_beside()
+            if not bad and not repairs.recorder.blames_batch(): raise
+            logger.warning("Governor: batch %d: the step has failed, and %s is not finite: %s: %s", self.watched,
+                           "the state" if bad else "its batch", type(e).__name__, str(e).partition("\n")[0])
+            repairs.recorder.keep_failed()
+            returned, loss = None, torch.nan
+        else: loss = loss_of(returned)
         if getattr(step, "leaving", False) and repairs.recorder.leaves_often: self.log.remark("break", LEFT)
-        loss = loss_of(returned)
-        if loss is None and not bad:
+        if loss is None:
             if self.watched == 0 and repairs.recorder.runs == UNHEARD: self.log.say(
                 "no loss in %d batches, and until one comes nothing is judged: %s", UNHEARD,
                 "let the step return it" if self.loop is None else "call `governor.watch(loss)` once a batch")
             return None
         with _Explaining(self, recovery) as new:
-            if bad: self._advance(PhaseMove.FAIL, Moment().of_state(bad))
+            if bad:
+                self.losses.passed(loss) # nothing is left to be judged
+                self._advance(PhaseMove.FAIL, Moment().of_state(bad))
             else: self.watch(loss)
             if not new and len(self.losses) and self._asks_to_redo(repairs): self.flush() # of these steps
             if not new and self._asks_to_redo(repairs):

@@ -6,7 +6,7 @@ Docs: https://esper-nb.github.io/esper_nb/guard/health.html.md"""
 
 # %% auto #0
 __all__ = ['LASTS', 'JUMP', 'STILL_NEAR', 'SEEN', 'LIKE', 'LONG', 'MADE', 'TINY', 'MEANS', 'STEEP', 'UNUSED', 'SETTLED', 'RAISED',
-           'LEAP', 'GROWN', 'HUGE', 'SWOLLEN', 'ABSURD', 'OFTEN', 'SHARE', 'AT_ONCE', 'StateHealth', 'Bands',
+           'LEAP', 'GROWN', 'HUGE', 'SWOLLEN', 'ABSURD', 'OFTEN', 'SHARE', 'AT_ONCE', 'SOON', 'StateHealth', 'Bands',
            'BufferBands', 'PlainState', 'LossCourse', 'length_of_moments', 'beyond_squares', 'beyond_gradients',
            'Means', 'Sign', 'Signs', 'is_steep', 'Leap', 'RateCourse', 'other_optimizers', 'forget_ruined',
            'UpdateWatch', 'Beside', 'StateJudge']
@@ -249,7 +249,8 @@ def length_of_moments(
     """Return how long the longest gradient must have been at least that an optimizer has had, weight decay included.
 
     A first moment is a mean of gradients (with momentum a sum, μ to the power of their age), so it is at most as long
-    as the longest of them; a second moment is a mean of their squares. That holds for the optimizers of `MEANS`.
+    as the longest of them; a second moment is a mean of their squares, or a sum over the updates so far. That holds for
+    the optimizers of `MEANS`.
     """
     if type(optimizer) not in MEANS: return 0.
     of, firsts, squares = MEANS[type(optimizer)], list[float](), list[float]()
@@ -260,6 +261,9 @@ def length_of_moments(
         kept = [optimizer.state[p] for p in group["params"] if optimizer.state.get(p)]
         firsts += [_norm(s[of.first].double()) / most for s in kept if _is_plain(s.get(of.first))]
         squares += [float(s[of.second].detach().double().sum()) for s in kept if _is_plain(s.get(of.second))]
+        begun = float(group.get("initial_accumulator_value", 0.))
+        squares += [float((s[of.total].detach().double() - begun).sum()) / max(float(s["step"]), 1)
+                    for s in kept if _is_plain(s.get(of.total))]
     return max(math.hypot(*firsts), math.sqrt(max(sum(squares), 0.)))
 
 def beyond_squares(
@@ -301,6 +305,7 @@ class Means(NamedTuple):
     "What an optimizer keeps of the gradients that it has had."
     first: str = "" # name of their mean; empty: none that is bounded by them
     second: str = "" # of the mean of their squares
+    total: str = "" # of the sum of their squares
     decays: bool = True # weight decay is added to the gradients
 
 MEANS: dict[type, Means] = {
@@ -310,7 +315,9 @@ MEANS: dict[type, Means] = {
     torch.optim.NAdam: Means(first="exp_avg", second="exp_avg_sq"),
     torch.optim.RAdam: Means(first="exp_avg", second="exp_avg_sq"),
     torch.optim.Adamax: Means(first="exp_avg"),
-    torch.optim.RMSprop: Means(second="square_avg")}
+    torch.optim.RMSprop: Means(second="square_avg"),
+    torch.optim.Adadelta: Means(second="square_avg"),
+    torch.optim.Adagrad: Means(total="sum")}
 
 # %% ../../nbs/guard/30_health.ipynb #sign0001
 STEEP = 3. # times the largest gradient norm before
@@ -782,6 +789,7 @@ ABSURD = 1e18 # the same without one that was seen: one flipped bit of the expon
 OFTEN = 32 # updates that were left out, after which somebody should know,
 SHARE = .1 # if that is at least this share of them
 AT_ONCE = 2 # losses after a rollback that show what the first step from there has done
+SOON = 4 # batches after something was done to a run in which what follows from it can show
 
 def _end(patience: int, config: GovernorConfig) -> int: # losses
     return max(patience, 1) * (config.rollbacks + 1) # that all rollbacks of the budget would take
@@ -862,7 +870,7 @@ class StateJudge:
         if m.before_step: # the batch can be skipped, which costs nothing where it stands alone
             if row == 1: self.run.budget.forget_skips(0)
             return False
-        still = self.updates.dropping # the weights have not changed since they were good
+        still = self.updates.dropping and not self._was_begun(batch + 1 - row) # the weights are those of finite losses
         lasts = row >= min(max(patience, 1) if still else config.lost_confirm, patience + 1)
         vain = self.restores_in_vain and self.run.losses.watched <= self.run.budget.same_until[0]
         acts = row >= _end(patience, config) if hopeless else lasts and not vain
@@ -877,6 +885,11 @@ class StateJudge:
                 why=f"weights, moments and buffers are finite: nothing is undone{times}"))
         self.health.count("harmless")
         return True
+
+    def _was_begun(self, batch: int) -> bool: # of the first loss in a row that is not finite
+        "Whether something was done to the run right before, so that weights which are still finite may be the reason."
+        sign = self.updates.latest_between(self.run.good.at().batch, batch - 1)
+        return sign is not None and batch - sign.batch <= SOON
 
     def in_vain(self, m: Moment, patience: int, config: GovernorConfig) -> Moment:
         "Return what is known of a loss that is not finite, and the only action that is left where no rollback helps."

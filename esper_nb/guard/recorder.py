@@ -8,9 +8,9 @@ Docs: https://esper-nb.github.io/esper_nb/guard/recorder.html.md"""
 __all__ = ['COPIED_FIRST', 'ADDED', 'GroupRates', 'HasModes', 'RunGroups', 'RunModes', 'out_of_shared_memory', 'own_copy',
            'is_cloned', 'is_data', 'Repeats', 'Origin', 'number_of', 'RecordedStep', 'StepRecorder', 'RatePeaks',
            'RecordedIncident', 'copy_published', 'why_missing', 'give_inputs', 'tensors_of', 'all_tensors_of',
-           'size_of', 'same_content', 'same_stream', 'keys_of', 'as_key', 'with_origins', 'iter_noting', 'fetch_from',
-           'Noting', 'NotingIterator', 'settings_of', 'stepping', 'idle', 'still_schedules', 'foreign_optimizers',
-           'lower_rates', 'put_rates_back', 'at_share', 'Omissions', 'WarmUp']
+           'is_finite_batch', 'size_of', 'same_content', 'same_stream', 'keys_of', 'as_key', 'with_origins',
+           'iter_noting', 'fetch_from', 'Noting', 'NotingIterator', 'settings_of', 'stepping', 'idle',
+           'still_schedules', 'foreign_optimizers', 'lower_rates', 'put_rates_back', 'at_share', 'Omissions', 'WarmUp']
 
 # %% ../../nbs/guard/24_recorder.ipynb #22aa0003
 import copy
@@ -199,6 +199,7 @@ class RecordedStep:
     copies: Mapping[str, str] = field(default_factory=dict) # tensors that the loop copied before it: source, by name
     flags: Mapping[str, Tensor] = field(default_factory=dict) # that the loop set before it: value, by name
     owned: bool = False # its batch is a copy that nobody else has: it may write into what it is given
+    raised: bool = False # it has raised, and the run goes on without its loss
 
     def data(self): # what the step is called with
         "Return its batch, made again where only its keys are kept."
@@ -299,6 +300,7 @@ class StepRecorder:
         self.light = True # batches that can be had again are equal when they are
         self.copying = False # batches are changed in place, by their steps or later: copies are kept
         self.tried: list[tuple[Any, tuple]] = [] # the first batches, of which copies are kept, and their digests
+        self.failed: RecordedStep | None = None # the latest step that has raised
 
     def run(
         self,
@@ -328,8 +330,12 @@ class StepRecorder:
         look = self.runs < 16 or self.runs % 64 == 0
         others = RandomStreams({"numpy", "python"} - self.streams)
         untouched = others.state_dict() if look else {}
-        loss = noted.call(batch if fetch is None else fetch(batch), self.optimizers)
-        if self.footprint is not None: self.footprint.after_step()
+        try: loss = noted.call(batch if fetch is None else fetch(batch), self.optimizers)
+        except Exception:
+            self.failed = noted
+            raise
+        finally:
+            if self.footprint is not None: self.footprint.after_step()
         if look: self.streams |= {k for k, v in others.state_dict().items() if not same_stream(v, untouched[k])}
         self.changed = [a != b for a, b in zip(weights, self._versions())]
         self.updated = any(self.changed)
@@ -345,6 +351,22 @@ class StepRecorder:
         self._keep(noted)
         if look and not self.copying: self._look_for_writes()
         return loss
+
+    def blames_batch(self) -> bool:
+        "Whether the step that has just raised was given NaN or an infinity, as none of the latest others was."
+        failed, random = self.failed, RandomStreams()
+        if failed is None: return False
+        then = random.state_dict()
+        others = [s for s in self.steps if not s.raised][-4:]
+        try: return not is_finite_batch(failed.data()) and all(is_finite_batch(s.data()) for s in others)
+        finally: random.load_state_dict(then) # a batch may be drawn anew
+
+    def keep_failed(self):
+        "Record the step that has just raised, too: a replay comes by it, and the run goes on without its loss."
+        if self.failed is None: return
+        self.failed.raised, self.failed.after = True, self._settings()
+        self._keep(self.failed)
+        self.failed = None
 
     @property
     def accumulates(self) -> bool:
@@ -598,6 +620,18 @@ def tensors_of(
 def all_tensors_of(batch) -> list[Tensor]:
     "Return all tensors of a batch, those of its objects included, in a fixed order."
     return tensors_of(batch, depth=4)
+
+def is_finite_batch(
+    batch, # tensors, arrays and numbers in lists, tuples, mappings, objects
+    depth: int = 4, # of objects in it that are looked into
+) -> bool:
+    "Whether nothing in a batch is NaN or an infinity."
+    if isinstance(batch, Tensor): return not batch.is_floating_point() or bool(batch.isfinite().all())
+    if isinstance(batch, np.ndarray): return batch.dtype.kind not in "fc" or bool(np.isfinite(batch).all())
+    if isinstance(batch, float): return math.isfinite(batch)
+    if isinstance(batch, Mapping): return all(is_finite_batch(v, depth) for v in batch.values())
+    if isinstance(batch, (list, tuple)): return all(is_finite_batch(v, depth) for v in batch)
+    return depth == 0 or type(batch) in PLAIN or all(is_finite_batch(v, depth - 1) for v in values_inside(batch))
 
 def size_of(batch) -> int:
     "Return how much memory the tensors of a batch take."

@@ -225,8 +225,8 @@ class Replay:
             try: loss = s.again(None if anyway else self.changes.batches.get(s.number),
                                 () if anyway else self.optimizers, held=self.changes.held, moved=self.changes.moved)
             except Exception:
-                if self.ranks or not self.snapshot.find_bad(): raise
-                loss = math.nan # a distribution, say, takes no weights that are not finite
+                if self.ranks or not (s.raised or self.snapshot.find_bad()): raise
+                loss = math.nan # a distribution, say, takes nothing that is not finite
         self.changes.call("after_step")
         self.taken += 1
         return self.agreed([loss])[0]
