@@ -109,6 +109,10 @@ def nan(net): net[3].weight[0, 0] = math.nan
 @torch.no_grad()
 def huge(net): net[3].weight[0, 0] = 1e30
 
+@torch.no_grad()
+def swollen(net):
+    for p in net.parameters(): p.mul_(300)
+
 def nothing(net): "All is well."
 
 
@@ -120,6 +124,24 @@ def test_an_average_goes_back_with_its_weights(kind, ruin):
     assert len(governor.reports) == len(other.reports) > 0
     assert all(v.isfinite().all() and v.abs().max() < 1e3 for v in kept)
     for a, b in zip(kept, handed): assert torch.equal(a, b) # as if it had been handed over
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__name__)
+def test_an_average_that_is_updated_outside_of_the_step_goes_back_with_what_run_trains(kind):
+    "The step and all that it refers to were restored, and what the loop itself keeps beside it stayed ruined."
+    def by_run(ruin):
+        net = network()
+        average, opt = kind(net), torch.optim.AdamW(net.parameters(), 3e-3)
+        governor = Governor(net, opt, chance_loss=math.log(4))
+        for k, rows in enumerate(batches(200)):
+            if k == 160: ruin(net)
+            governor.run(lambda rows: train(net, opt, rows), rows)
+            average.update(net)
+        return torch.cat([v.flatten() for v in values(average.kept) if v.dim()]), governor, net
+    (healthy, calm, alone), (kept, governor, net) = by_run(nothing), by_run(swollen)
+    assert not calm.reports and calm.repairs.reliable and len(governor.reports) == 1
+    assert all(map(torch.equal, net.state_dict().values(), alone.state_dict().values()))
+    assert (kept - healthy).norm() < .2 * healthy.norm() # its updates are not redone
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__name__)

@@ -734,8 +734,9 @@ class Beside:
 
     def follow(self):
         "Keep what the loop writes in the shapes of its weights with the good states, once it is known."
-        if self.footprint() is not None: return # which has it
-        new = self._look_around(self.shadows.follow, [])
+        footprint = self.footprint()
+        mine = () if footprint is None else footprint.walk.seen.values() # what the step refers to comes back with it
+        new = self._look_around(lambda parts: self.shadows.follow([*parts, *mine]), [])
         if not new or any(o is self.shadows for o in self.snapshot.objects.values()): return
         self.snapshot.add(**{free_name("shadows", self.snapshot.parts): self.shadows})
 
