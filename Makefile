@@ -61,7 +61,7 @@ pages: $(STAMP)  ## run the notebooks that have changed to their ends (or NB="nb
 # In the order of tests/conftest.py; threads that wait for work sleep, since other files need their cores. Processes that
 # tests start share what is compiled; plugins that no test uses take two seconds to import, in each process.
 BY_FILES = OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
-  $(BIN)/pytest tests -p xdist -p pytest_rerunfailures --dist loadfile --no-loadscope-reorder --durations=10
+  $(BIN)/pytest tests -p xdist -p rerunfailures --dist loadfile --no-loadscope-reorder --durations=10
 
 unit: $(STAMP)  ## pytest over tests/ without matrices and browsers, two files at a time, those of what has changed first
 	@echo "== tests"
