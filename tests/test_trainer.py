@@ -44,6 +44,7 @@ PLANS = [dict(workers=1, width=4), dict(workers=1, width=1), dict(workers=1, wid
          dict(workers=2), dict(workers=3), dict(workers=4)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", TASKS)
 @pytest.mark.parametrize("kw", PLANS, ids=str)
 def test_every_plan_equals_separate_networks(kind, kw):
