@@ -772,6 +772,7 @@ def test_weights_of_a_class_of_their_own_count_as_trained():
     opt = torch.optim.SGD([net.weight], .1)
     assert untrained_in(dict(model=net, target=nn.Linear(2, 2)), trained_by([opt])) == ["target"]
 
+@pytest.mark.costly
 @pytest.mark.parametrize("share", [.5, .1])
 def test_a_target_that_follows_now_and_then_between_steps_is_not_taken_back(share):
     "It moves a part of the way, by code of the loop that a replay does not have; the loss rises for a while."
@@ -1380,7 +1381,7 @@ def test_a_network_is_recorded_although_only_the_object_of_a_library_runs_it(way
 
 
 def test_a_loop_goes_on_behind_a_batch_that_makes_its_step_raise():
-    "As the documentation of `batches` advises for NaN in a batch: the error is the loop's, and the run stays the same."
+    "NaN in it is to blame, so that `run` hands on no error: the rest is as behind an error that the loop has caught."
     def train(guarded, ruined=False):
         net, opt, governor = guarded_layer(torch.optim.Adam, lr=.01, outputs=3)
         def step(x):
@@ -1393,7 +1394,7 @@ def test_a_loop_goes_on_behind_a_batch_that_makes_its_step_raise():
             if k == 30 and ruined: net.weight.data[0, 0] = torch.nan
             try: governor.run(step, x) if guarded else step(x)
             except ValueError: raised += 1
-        assert raised == 1
+        assert raised == (not guarded)
         return net.weight, governor.reports
     assert torch.equal(train(False)[0], train(True)[0])
     weight, (report,) = train(True, ruined=True)
@@ -1617,6 +1618,7 @@ class KeptInADict:
     def get(self): return self.table["h"]
     def set(self, h): self.table["h"] = h
 
+@pytest.mark.costly
 @pytest.mark.parametrize("make", [Kept, KeptInADict])
 def test_a_hidden_state_that_the_loop_begins_anew_is_otherwise_the_steps(make):
     "As in truncated back-propagation: one with NaN stayed behind the rollback, since the loop had once written it."
