@@ -34,7 +34,10 @@ LONG_JOB  := digits_family --updates 20 --comparison 1.75
 train: $(STAMP)  ## grow networks under the Governor and compare (a minute; ARGS=--long: a harder task, ten)
 	$(BIN)/esper-nb train $(if $(findstring --long,$(ARGS)),$(LONG_JOB) $(filter-out --long,$(ARGS)),$(SHORT_JOB) $(ARGS))
 
-test: sync lint types pages unit  ## what a change can break: library in step, lint, types, changed pages, tests
+# One core types the library while the other one exports it again.
+test: $(STAMP)  ## what a change can break: library in step, lint, types, changed pages, tests
+	@$(MAKE) --no-print-directory -j 2 types sync lint
+	@$(MAKE) --no-print-directory pages unit
 
 test-all: notebooks docs rest  ## what `make test` leaves out: outputs of every page, the site, matrices, browsers
 
@@ -55,9 +58,10 @@ pages: $(STAMP)  ## run the notebooks that have changed to their ends (or NB="nb
 	@echo "== notebooks that have changed run"
 	@$(BIN)/python scripts/notebooks.py quick $(NB)
 
-# In the order of tests/conftest.py; threads that wait for work sleep, since other files need their cores. What runs
-# cells of notebooks takes two seconds to import, in each process.
-BY_FILES = OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest tests -p no:nbval --dist loadfile --no-loadscope-reorder --durations=10
+# In the order of tests/conftest.py; threads that wait for work sleep, since other files need their cores. Processes that
+# tests start share what is compiled; plugins that no test uses take two seconds to import, in each process.
+BY_FILES = OMP_WAIT_POLICY=PASSIVE PYTHONDONTWRITEBYTECODE= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+  $(BIN)/pytest tests -p xdist -p rerunfailures --dist loadfile --no-loadscope-reorder --durations=10
 
 unit: $(STAMP)  ## pytest over tests/ without matrices and browsers, two files at a time, those of what has changed first
 	@echo "== tests"

@@ -321,7 +321,7 @@ def compare(notebook):
     local_provisioner.launch_kernel = kernel.launch
     with tempfile.TemporaryDirectory() as sockets:      # in files: kernels side by side can choose the same TCP port
         nbval.kernel.KernelManager = partial(KernelManager, transport="ipc", ip=f"{sockets}/kernel")
-        words = ["--nbval", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+        words = ["-p", "nbval", "--nbval", "-q", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
         words += ["-p", "no:hypothesispytest", str(notebook)]      # it would be imported at the end
         try: return not pytest.main(words)
         finally:

@@ -21,6 +21,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "long(case): a case with this in its name takes minutes for what others show; "
                             "it runs only with ESPER_NB_LONG in the environment")
     config.addinivalue_line("markers", "flaky(reruns): runs again where it failed; without pytest-rerunfailures, once")
+    config.addinivalue_line("markers", "costly: a matrix whose cases take a second each; the short run keeps the first")
     config.addinivalue_line("markers", "slow: a matrix, or more than a few seconds; left to `make test-all`")
 
 
@@ -31,13 +32,14 @@ def pytest_generate_tests(metafunc):
 
 
 def thin_matrices(items):
-    "Mark cases of a matrix slow, but for the first and the last: the short run keeps what they promise."
+    "Mark cases of a matrix slow, but for the first and the last (of costly ones the first): those are the short run's."
     matrices = defaultdict(list)
     for item in items:
         if not hasattr(item, "callspec"): continue
         matrices[item.path, item.cls, item.originalname, item.callspec.params.get("machine")].append(item)
     for cases in matrices.values():
-        for case in cases[1:-1]: case.add_marker(pytest.mark.slow)
+        last = None if cases[0].get_closest_marker("costly") else -1
+        for case in cases[1:last]: case.add_marker(pytest.mark.slow)
 
 
 def leave_out_long(items):

@@ -497,6 +497,7 @@ def counting(harm=None, at=AT, penalty_from=10**6):
     for k in range(AT + AFTER): loop.gov.run(step, batch(k))
     return loop, own
 
+@pytest.mark.costly
 @pytest.mark.parametrize("harm", [lambda w: w[0].fill_(math.nan), lambda w: w.mul_(-100)], ids=["nan", "factor"])
 def test_harm_that_a_step_does_at_its_own_count_is_named_and_trained_past(harm):
     healthy, ruined = counting(), counting(harm)
@@ -711,6 +712,7 @@ def test_a_run_with_a_schedule_free_optimizer_is_explained_and_redone_to_the_bit
     (healthy, _), (redone, gov) = [run_with_evaluations(ScheduleFree, 30, fault=fault) for fault in (False, True)]
     assert [r.cause for r in gov.reports] == ["external"] and torch.equal(healthy, redone)
 
+@pytest.mark.costly
 @pytest.mark.parametrize("by", ["run", "batches"])
 def test_a_step_that_bears_no_other_precision_goes_on(by):
     torch.manual_seed(0)

@@ -13,10 +13,11 @@ import pytest
 import torch
 import warm
 from safetensors.torch import load_file
+from tiny import timeless
 
 from esper_nb.control import GrowVecEnv
 from esper_nb.core import parse_settings
-from esper_nb.record import encode_row, read_rows
+from esper_nb.record import read_rows
 from esper_nb.run import (
     Comparison, cli, command_words, get_recipe, lab_command, list_recipes, main, open_run, register_recipe)
 from esper_nb.train import FitConfig
@@ -38,10 +39,6 @@ def signalled(argv, at, number):
     return main([*map(str, argv)])
 
 def child(*argv, at=-1, number=2): return warm.run(signalled, argv, at, number)
-
-def timeless(path):
-    "Rows without the clock, as text: there NaN is equal to itself."
-    return [encode_row({k: v for k, v in r.items() if not k.endswith("seconds")}) for r in read_rows(path)]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
@@ -65,7 +62,7 @@ def test_resume_in_a_new_process_is_exact(whole, tmp_path, number, at):
     else: assert first.returncode == 128 + number and f"esper-nb resume {run}" in first.stderr
     second = child("resume", run)
     assert second.returncode == 0, second.stderr
-    for name in ("rows.jsonl", "final.jsonl"): assert timeless(run/name) == timeless(whole/name)
+    for name in ("rows.jsonl", "final.jsonl"): assert timeless(read_rows(run/name)) == timeless(read_rows(whole/name))
     a, b = load_file(run/"controller.safetensors"), load_file(whole/"controller.safetensors")
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     ended, other = open_run(run), open_run(whole)
@@ -270,7 +267,7 @@ def test_help_and_refusals_do_not_import_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
-def test_a_script_reads_status_report_and_comparison_as_json(whole, tmp_path, capsys):
+def test_a_script_reads_status_report_and_comparison_as_json(whole, tmp_path, capsys, no_pictures):
     assert main(["status", str(whole), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["unit"], facts["done"], facts["total"], facts["ended"]) == ("update", 3, 3, True)

@@ -116,6 +116,7 @@ def check_all(folder, name, opens, file):
     for command in name.split(): refused(commands[command], file)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["run", "fit"])
 def test_a_crafted_checkpoint_is_a_line(gift, kind):
     for craft in CHECKPOINTS.values():

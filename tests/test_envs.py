@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
-from test_vector_conformance import TASK, same, tiny_data
+from test_vector_conformance import TASK, tiny_data
+from tiny import same
 
 from esper_nb.control import (
     QUICK, QUICK_RULES, Choice, Fixed, GrowEnv, GrowVecEnv, Heuristic, WaitOnly, column, draw_actions)
@@ -56,7 +57,6 @@ def weights(env, i):
     return {k: by_lane(t, model.lanes)[at].clone() for k, t in lane_state(model).items()}
 
 
-def equal(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 # --- Gymnasium
@@ -112,11 +112,12 @@ def test_a_lane_does_not_notice_its_neighbours(mode, width):
     there, here = steps(calm, 11), steps(hit, 11)
     for i in (0, 2):
         assert alike(lane_of(there, i), lane_of(here, i))
-        assert equal(weights(calm, i), weights(hit, i))
+        assert same(weights(calm, i), weights(hit, i))
         assert [r for r in calm.summaries if r.lane == i] == [r for r in hit.summaries if r.lane == i]
     assert [r.outcome for r in hit.summaries if r.lane == 1].count("rollback") == 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_an_exact_lane_does_not_notice_how_many_there_are(mode):
     one, three = ([r for r in roll(make(n, autoreset_mode=mode, exact=True), 9) if len(r) == 5] for n in (1, 3))
@@ -133,6 +134,7 @@ def test_plans_agree_at_first():
                 for k in (0, 1): np.testing.assert_allclose(a[k], b[k], rtol=0, atol=0 if exact else 5e-3)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 def test_parts_on_several_devices(mode):
     kw = dict(exact=True, autoreset_mode=mode, faults=(Fault("nan", 2, 1), Fault("nan", 4, 1)))
@@ -145,7 +147,7 @@ def test_parts_on_several_devices(mode):
 def test_without_a_seed_environments_differ_and_with_one_in_the_settings_they_do_not():
     a, b, c, d = make(1), make(1), make(1, seed=7), make(1, seed=7)
     for e in (a, b, c, d): e.reset()
-    assert not equal(weights(a, 0), weights(b, 0)) and equal(weights(c, 0), weights(d, 0))
+    assert not same(weights(a, 0), weights(b, 0)) and same(weights(c, 0), weights(d, 0))
 
 
 def test_a_lane_is_its_seed_its_number_and_its_episode():
@@ -154,7 +156,7 @@ def test_a_lane_is_its_seed_its_number_and_its_episode():
     roll(a, 4, seed=9) # a second episode begins at the horizon
     b.reset(seed=9); b.reset()
     assert a.lanes.episode.tolist() == [1, 1, 1]
-    assert equal(weights(a, 1), weights(b, 1)) and not equal(weights(a, 0), weights(a, 1))
+    assert same(weights(a, 1), weights(b, 1)) and not same(weights(a, 0), weights(a, 1))
     first = a.step(wait(3))[0][:2]
     assert np.array_equal(first, b.step(wait(2))[0])
     b.reset(seed=9)
@@ -163,6 +165,7 @@ def test_a_lane_is_its_seed_its_number_and_its_episode():
 
 # --- episodes
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("at", range(4))
 def test_a_failure_at_any_step_is_one_terminal_transition(mode, at):
@@ -202,11 +205,11 @@ def test_after_a_rollback_the_restored_state_goes_on_and_after_the_horizon_a_fre
         *_, term, trunc, _ = env.step(wait(2))
         kept.append(weights(env, 0))
     assert term.tolist() == [True, False] and governor.reports[-1].lane == 0
-    assert any(equal(kept[-1], k) for k in kept[2:5]) # an epoch that was fine, not the first state
+    assert any(same(kept[-1], k) for k in kept[2:5]) # an epoch that was fine, not the first state
     env.reset(options={"reset_mask": term})
-    assert equal(weights(env, 0), kept[-1]) and env.lanes.episode.tolist() == [1, 0] and not env.lanes.fresh[0]
+    assert same(weights(env, 0), kept[-1]) and env.lanes.episode.tolist() == [1, 0] and not env.lanes.fresh[0]
     env.reset(options={"reset_mask": np.array([True, False]), "fresh": True})
-    assert not equal(weights(env, 0), kept[-1]) and env.lanes.fresh[0] and governor.stats.judged[0] == 0
+    assert not same(weights(env, 0), kept[-1]) and env.lanes.fresh[0] and governor.stats.judged[0] == 0
     assert (env.parts[0][1].stepper.owners["host"].state_dict()["steps"][0] == 0).all()
 
 
@@ -267,6 +270,7 @@ def test_only_heldout_data_are_read():
 
 # --- saved and loaded
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_loaded_environment_goes_on_bit_for_bit(tmp_path, mode, n):
@@ -279,7 +283,7 @@ def test_a_loaded_environment_goes_on_bit_for_bit(tmp_path, mode, n):
         EnvState(b).load_state_dict(read_checkpoint(tmp_path / "env.safetensors")[0])
         there, here = (roll(e, 6, reset=False, first=split) for e in (a, b))
         for x, y in zip(there, here): assert all(same(p, q) for p, q in zip(x, y))
-        assert all(equal(weights(a, i), weights(b, i)) for i in range(n))
+        assert all(same(weights(a, i), weights(b, i)) for i in range(n))
     with pytest.raises(ValueError, match="horizon"): make(n, horizon=9).load_state_dict(a.state_dict())
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 import warm
 from test_workers import cluster, needs_ray # noqa: F401 (a fixture)
+from tiny import same
 
 from esper_nb.control import EnvConfig, GrowVecEnv
 from esper_nb.record import EnvRows, encode_row
@@ -67,7 +68,6 @@ def weights(env):
     if not isinstance(env, SplitVecEnv): return env.parts[0].population.model.lane(0).state_dict()
     return env.state_dict()["shards"][0]["parts"][0]["model"] # each lane has a population of its own
 
-def equal(a, b): return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 def reports(env, tell, k):
     "Return what the Governor of lane 0 says of a step."
@@ -97,9 +97,6 @@ def alone():
     out = shown(GrowVecEnv(CONFIG))
     assert any("rollback" in r for r in out[1]) and "germinate" in out[0]
     return out
-
-def same(found, alone):
-    return found[:2] == alone[:2] and equal(found[2], alone[2])
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
@@ -160,7 +157,7 @@ def test_a_run_goes_on_in_other_shards_with_the_same_numbers(tmp_path):
         run = begin_run(recipe.replace(shards=first), tmp_path)
         for _ in run.updates(): break
         rows, states = end(open_run(run.folder.path, {"shards": then}))
-        assert rows == whole[0] and all(map(equal, states, whole[1]))
+        assert rows == whole[0] and all(map(same, states, whole[1]))
 
 # --- fits
 
@@ -171,4 +168,4 @@ def test_a_fit_of_any_number_of_lanes_and_workers_is_the_same(lanes):
         pop = new_population("digits", FitConfig(lanes=lanes, epochs=2, workers=workers, exact=True), data=few)
         losses = [r.train.losses[:, 0] for r in fit(pop)]
         return dict(enumerate(losses)) | pop.model.lane(0).state_dict() | dict(test=pop.evaluate("test").loss[:1])
-    assert equal(trained(lanes, 2), trained(3, 1))
+    assert same(trained(lanes, 2), trained(3, 1))

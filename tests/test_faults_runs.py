@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode
+from tiny import timeless
 
 import esper_nb.run
 from esper_nb.control import EnvConfig, Heuristic, Signals, View
 from esper_nb.core import parse_settings
 from esper_nb.grow import SeedState, Stage
-from esper_nb.record import JSONLWriter, checkpoints, encode_row, new_run, read_checkpoint, save_checkpoint
+from esper_nb.record import JSONLWriter, checkpoints, new_run, read_checkpoint, save_checkpoint
 from esper_nb.run import FitRun, Run, RunConfig, begin_run, get_recipe, main, open_run
 from esper_nb.train import Fault
 
@@ -25,10 +26,6 @@ SETTINGS = ("env.num_envs=2", "env.horizon=4", "env.limit=128", "ppo.num_steps=4
 SMALL = [word for setting in SETTINGS for word in ("--set", setting)]
 RECIPE = get_recipe("digits_impaired", parse_settings(SETTINGS, RunConfig) | {"ppo.num_updates": 3})
 
-
-def timeless(rows):
-    "Rows without the clock, as text: there NaN is equal to itself."
-    return [encode_row({k: v for k, v in r.items() if not k.endswith("seconds")}) for r in rows]
 
 def weights(run): return {k: t.clone() for k, t in run.learner.policy.state_dict().items()}
 
@@ -53,6 +50,7 @@ def short(tmp_path, no_pictures):
 
 # --- going on
 
+@pytest.mark.costly
 @pytest.mark.parametrize("edge", [6, 7, 8, 14])
 def test_an_interrupt_inside_an_update_is_gone_on_with_exactly(whole, tmp_path, no_plays, stop_at, edge):
     "Four steps in the environments, four minibatches, and so on: these edges lie among the minibatches."
@@ -64,6 +62,7 @@ def test_an_interrupt_inside_an_update_is_gone_on_with_exactly(whole, tmp_path, 
     resumed.drive(progress=False)
     assert same(resumed, whole)
 
+@pytest.mark.costly
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_process_that_is_told_to_end_saves_first(whole, tmp_path, number, plain_signals):
     run, calls = begin_run(RECIPE, tmp_path), 0
@@ -143,6 +142,7 @@ class SmallDisk:
         self.room -= part
         return part
 
+@pytest.mark.costly
 @pytest.mark.parametrize("damage", ["missing", "cut"])
 def test_rows_that_are_gone_before_a_resume_are_told_of(whole, short, damage, capsys):
     path = short.folder.rows_path

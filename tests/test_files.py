@@ -163,8 +163,8 @@ def test_one_call_makes_a_task_that_trains(tmp_path):
     folder, g = pictures(tmp_path/"my pics", n=40), torch.Generator().manual_seed(0)
     y = torch.arange(120) % 3
     x = torch.randn(120, 4, generator=g) + 4 * torch.nn.functional.one_hot(y, 4)
-    tasks = [task_from_folder(folder, epochs=6), task_from_table(table(tmp_path/"t.csv", 120), epochs=20, lr=.1),
-             task_from_arrays(x, y, "clouds", epochs=20, lr=.1), task_from_dataset(list(zip(x, y)), "items", epochs=20)]
+    tasks = [task_from_folder(folder, epochs=2), task_from_table(table(tmp_path/"t.csv", 120), epochs=8, lr=.1),
+             task_from_arrays(x, y, "clouds", epochs=8, lr=.1), task_from_dataset(list(zip(x, y)), "items", epochs=8)]
     assert [t.name for t in tasks] == ["my_pics", "t", "clouds", "items"]
     for task in tasks:
         pop = new_population(task, FitConfig(lanes=2, workers=1))

@@ -9,9 +9,10 @@ import pytest
 import torch
 import warm
 from safetensors.torch import load_file
+from tiny import timeless
 
 from esper_nb.grow import Decision
-from esper_nb.record import RunFolder, encode_row, read_checkpoint
+from esper_nb.record import RunFolder, read_checkpoint
 from esper_nb.run import Comparison, begin_fit, fit_run, main, open_fit
 from esper_nb.show import plot_run
 from esper_nb.train import Fault, FitConfig, get_task, lane_span, new_population
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "no_pictures")
 SMALL = FitConfig(lanes=2, epochs=5, workers=1)
 # the second fault's rollback goes back to a state that was taken before the stop
 FAULTS = (Fault("nan", lane=0, epoch=1, batch=1), Fault("nan", lane=1, epoch=3))
-CLOCK = ("seconds", "_per_s")
 
 
 class Gardener:
@@ -42,8 +42,6 @@ def small(**changes): return new_population("digits", SMALL.replace(**changes), 
 def few(): return get_task("digits").load("cpu", None, 256)
 
 def begun(path, number=0): return begin_fit(small(), path, FAULTS, Gardener(number))
-
-def timeless(rows): return [encode_row({k: v for k, v in r.items() if not k.endswith(CLOCK)}) for r in rows]
 
 def same(a, b):
     x, y = (run.population.model.state_dict() for run in (a, b))

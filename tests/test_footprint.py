@@ -1271,12 +1271,7 @@ def test_what_an_optimizer_keeps_beside_its_state_is_restored():
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     opt = BesideState(net)
     governor = Governor(net, opt, chance_loss=None)
-    def step(x):
-        loss = (net(x) - x.sum(1, keepdim=True)).square().mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        return loss
+    def step(x): return update(net, opt, (net(x) - x.sum(1, keepdim=True)).square().mean())
     for k in range(80):
         if k == 60: net[0].weight.data[0, 0] = torch.nan
         governor.run(step, torch.randn(16, 4))

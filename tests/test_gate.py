@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ranks import fork_ranks
 from torch import nn
 from torch.nn import functional as F
-from tiny import update
+from tiny import same, update
 
 from esper_nb.guard import Governor, GovernorConfig
 from esper_nb.guard.gate import GateConfig, NormHistory, UpdateGate, name_nonfinite, measure_norm
@@ -57,13 +57,6 @@ def spoil(net, value=math.nan): net[0].weight.grad[3, 2] = value
 def state_of(net, opt):
     "Weights and everything the optimizer keeps, by name; a copy."
     return copy.deepcopy(dict(net=net.state_dict(), opt=opt.state_dict()))
-
-def same(a, b):
-    "Whether two trees are equal to the bit; NaN equals NaN."
-    if isinstance(a, torch.Tensor): return torch.equal(a.nan_to_num(7.25), b.nan_to_num(7.25)) and a.dtype == b.dtype
-    if isinstance(a, dict): return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple): return len(a) == len(b) and all(map(same, a, b))
-    return a == b or a != a and b != b
 
 
 # --- dropped

@@ -6,14 +6,13 @@ import pickle
 import random
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import warm
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -159,27 +158,32 @@ def test_the_first_good_states_are_there_before_and_soon_after_the_first_step(tm
 
 # --- two at once
 
+def use_twice(folder, asked):
+    "Recover, and guard in the same folder, twice: what comes back, and why it is refused."
+    net, opt = parts()
+    for _ in range(2):
+        recovered, refused = Governor.recover(folder, net, opt), ""
+        try: Governor(net, opt, chance_loss=None, folder=folder).close()
+        except RuntimeError as e: refused = str(e)
+        asked.send((recovered, refused))
+        asked.recv()
+
 def test_a_second_process_is_refused_and_may_read(tmp_path):
     net, opt = parts()
     governor = Governor(net, opt, chance_loss=None, folder=tmp_path)
     governor.files.wait()
-    code = f"""
-import torch
-from esper_nb import Governor
-net = torch.nn.Linear(7, 3); opt = torch.optim.Adam(net.parameters(), lr=.01)
-for _ in range(2):
-    print(Governor.recover({str(tmp_path)!r}, net, opt), flush=True)
-    try: Governor(net, opt, chance_loss=None, folder={str(tmp_path)!r}).close()
-    except RuntimeError as e: print(e, flush=True)
-    input()
-"""
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True) as other:
-        assert other.stdout.readline() == "0\n"
-        assert f"is in use by process {os.getpid()}" in other.stdout.readline()
-        assert len(GoodFiles(tmp_path)._paths()) == 1 # noqa: SLF001
-        governor.close()
-        assert other.communicate("\n\n")[0] == "0\n"
+    here, there = warm.context().Pipe()
+    other = warm.begin(use_twice, tmp_path, there)
+    there.close() # or a process that fails would be waited for
+    recovered, refused = here.recv()
+    assert recovered == 0 and f"is in use by process {os.getpid()}" in refused
+    assert len(GoodFiles(tmp_path)._paths()) == 1 # noqa: SLF001
+    governor.close()
+    here.send("again")
+    assert here.recv() == (0, "")
+    here.send("end")
+    other.join()
+    assert other.exitcode == 0
 
 
 def test_a_newer_governor_of_the_same_process_takes_over_and_the_older_says_so(tmp_path, caplog):

@@ -258,6 +258,7 @@ def test_a_healthy_run_whose_loss_changes_or_says_nothing_logs_no_warning(swings
     assert "yardstick" in gov.log.remarks if swings else "accepted" in [n.action for n in gov.notes]
     assert not gov.reports and not [r for r in caplog.records if r.levelname == "WARNING"]
 
+@pytest.mark.costly
 @pytest.mark.parametrize("optimizer,size,seed", [("SGD", 2.5, 2), ("Adam", 1.5, 6)])
 def test_a_solved_task_whose_network_is_ruined_is_restored_although_most_losses_are_zero(optimizer, size, seed):
     "A last layer × 1000 leaves a network right about most batches, with losses of zero; the others cost hundreds."

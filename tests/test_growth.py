@@ -72,6 +72,7 @@ def close(a, b):
 
 WORKERS = [dict(workers=1), dict(workers=2), dict(workers=1, width=1), dict(workers=3, width=2)]
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kw", WORKERS, ids=str)
 def test_lanes_at_different_stages_are_separate_networks(kw):
     pop = grown(**kw)
@@ -227,6 +228,7 @@ def test_an_interrupted_epoch_has_not_happened():
     assert torch.equal(a.train.losses, b.train.losses)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("phase", ["give back", "note", "govern"])
 def test_an_interrupt_while_an_epoch_is_put_back_is_raised_when_it_is_over(phase, plain_signals):
     pop, other = grown(governor=GovernorConfig()), grown(governor=GovernorConfig())

@@ -319,6 +319,7 @@ def test_moments_that_are_not_finite_are_put_back_before_an_update_spreads_them(
     assert all(p.isfinite().all() for p in run.net.parameters())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, 1e-3, fused=True),
                                   lambda p: torch.optim.SGD(p, .02, momentum=.9, fused=True)], ids=["adam", "sgd"])
 def test_updates_of_fused_kernels_are_seen_and_no_state_lies_amid_gradients_that_add_up(make):

@@ -544,6 +544,7 @@ def fit(net, opt, xs, aim, governor, spoilt=None):
         loss = update(opt, (net(x) - aim(x)).square().mean())
         if governor: governor.watch(loss)
 
+@pytest.mark.costly
 @pytest.mark.parametrize("widths", [(4, 6), (4, 4)])
 def test_a_loop_that_is_called_for_another_network_is_trained_on_with_that(widths):
     "As layer by layer: a replay trained the one of before, and a rollback left the loop with it."

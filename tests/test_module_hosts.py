@@ -622,6 +622,7 @@ def germinate(pop, last):
     return [Decision("germinate", slot, pop.model.slot(slot).blueprints[i % 2], settings=dict(tempo=1))
             if i % 2 else None for i in range(pop.lanes)]
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["MLP", "GRU", "own reshape"])
 def test_fit_does_not_depend_on_groups(name):
     task = own_task(name)
@@ -727,6 +728,7 @@ def own_blueprints():
     yield plain
     for name, (layout, _) in plain.items(): forget_blueprint(name, SEED_LAYOUTS[layout])
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["own_conv", "own_signal", "own_vector", "own_steps"])
 def test_an_ordinary_function_is_a_blueprint(own_blueprints, name):
     layout, factory = own_blueprints[name]

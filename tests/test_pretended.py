@@ -404,6 +404,7 @@ def trained(pop, warm, epochs=3, meanwhile=lambda pop, e: None):
         meanwhile(pop, e)
     return weights(pop) | {k: t.cpu() for k, t in pop.stepper.state_dict().items()}, out, pop.graphs
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["alike", "mixed"])
 @pytest.mark.parametrize("optimizer, precision", [(None, "fp32"), (None, "bf16"), ("adamw", "fp32")])
 def test_an_epoch_of_replays_is_the_same_epoch_to_the_bit(gpu, kind, optimizer, precision):
@@ -414,6 +415,7 @@ def test_an_epoch_of_replays_is_the_same_epoch_to_the_bit(gpu, kind, optimizer, 
     for k, t in a.items(): assert torch.equal(t, b[k]), k
     for x, y in zip(one, two): assert torch.equal(x.train.losses, y.train.losses) and x.lr.equal(y.lr)
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", ["alike", "mixed"])
 def test_an_epoch_of_replays_is_close_to_one_without(gpu, kind):
     a, one, _ = trained(grown(kind), 2, 1)
@@ -549,6 +551,7 @@ def test_exact_lanes_use_kernels_that_repeat(gpu):
 
 # --- lanes that are not finite
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ["a weight", "a disturbance"])
 def test_a_kernel_that_hands_a_nan_on_does_not_reach_the_neighbours(gpu, monkeypatch, how):
     "cuDNN packs lanes of few channels into one tile; here every convolution makes the next lane NaN."

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from tiny import same
 
 from esper_nb.control import GrowVecEnv
 from esper_nb.learn import EnvStream, Learner, PolicyConfig, PPOConfig, play, train_ppo
@@ -86,16 +87,12 @@ def streamed(envs, steps=40):
         assert torch.equal(action, kept)
     return out
 
-def equal(a, b):
-    if isinstance(a, torch.Tensor): return torch.equal(a, b)
-    return a is None and b is None or len(a) == len(b) and all(map(equal, a, b))
-
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_stream_is_the_same_whether_arrays_are_used_again_or_not(rule, mode):
     plain = streamed(make(rule, mode))
-    assert equal(plain, streamed(Reusing(make(rule, mode))))
+    assert same(plain, streamed(Reusing(make(rule, mode))))
     for (obs, mask, _, valid), _ in zip(plain[::2], plain[1::2]): # what was forbidden is what the environment says
         for lane in valid.nonzero().flatten().tolist():
             number, episode, x = map(int, obs[lane].tolist())
@@ -112,7 +109,7 @@ def test_a_learner_learns_the_same_from_arrays_that_are_used_again(rule, mode):
         return list(train_ppo(learner)), learner
     (a, first), (b, second) = trained(make(rule, mode)), trained(Reusing(make(rule, mode)))
     assert a == b and max(u.first_gap for u in a) < 1e-6
-    assert equal(list(first.policy.parameters()), list(second.policy.parameters()))
+    assert same(list(first.policy.parameters()), list(second.policy.parameters()))
     assert play(first.policy, make(rule, mode), 8) == play(first.policy, Reusing(make(rule, mode)), 8)
 
 
@@ -130,7 +127,7 @@ def test_a_mask_that_comes_late_survives_a_saved_rollout():
     two.load_state_dict(one.state_dict())
     assert torch.equal(one.rollout.mask, two.rollout.mask)
     assert one.step() == two.step()
-    assert equal(list(one.policy.parameters()), list(two.policy.parameters()))
+    assert same(list(one.policy.parameters()), list(two.policy.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["sync", pytest.param("async", marks=pytest.mark.slow)])
@@ -169,7 +166,7 @@ def test_a_rollout_that_was_written_into_is_not_learned_from(field):
     else: rows[:-1] = rows[1:].clone() # as an observation that the next one has overwritten
     for _ in range(2): # and a second call is no way round
         with pytest.raises(RuntimeError, match="first_gap=.*expected at most 0.0001"): learner.step()
-    assert equal(before, list(learner.policy.parameters()))
+    assert same(before, list(learner.policy.parameters()))
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)

@@ -178,6 +178,7 @@ def test_a_callback_sees_rollbacks_and_summaries():
 
 # ---- copies, and Gymnasium's own
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_each_lane_is_told_what_gymnasium_tells_it(mode):
     from esper_nb.control.envs import one_lane_info

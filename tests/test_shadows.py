@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tiny import update
 
 from esper_nb.core import seeded
 from esper_nb.guard.governor import Governor
@@ -24,12 +25,7 @@ def batches(n):
     g = torch.Generator().manual_seed(3)
     for _ in range(n): yield torch.randint(len(X), (64,), generator=g)
 
-def train(net, opt, at):
-    loss = nn.functional.cross_entropy(net(X[at]), Y[at])
-    opt.zero_grad()
-    loss.backward()
-    opt.step()
-    return loss.detach()
+def train(net, opt, at): return update(opt, nn.functional.cross_entropy(net(X[at]), Y[at])).detach()
 
 # --- averages, as people keep them: what is kept, and how it is updated
 
@@ -209,9 +205,7 @@ def test_a_teacher_that_is_ruined_by_itself_is_put_back():
         guess = net(X[rows])
         with torch.no_grad(): aim = teacher.kept(X[rows]).softmax(1)
         loss = nn.functional.cross_entropy(guess, Y[rows]) + (guess.softmax(1) - aim).square().sum(1).mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        update(opt, loss)
         teacher.update(net)
         governor.watch(loss.detach())
     assert [r.action for r in governor.reports if r.action == "rollback"] == ["rollback"]

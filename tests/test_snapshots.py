@@ -950,12 +950,7 @@ def test_a_buffer_in_eight_bits_is_judged_and_restored(dtype, way, tmp_path):
     net.register_buffer("scales", torch.full((8,), 2.).to(dtype))
     opt = torch.optim.SGD(net.parameters(), .01)
     governor = Governor(net, opt, chance_loss=None, folder=tmp_path)
-    def step(x):
-        loss = (net(x) * net.scales.float().mean()).square().mean()
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        return loss.detach()
+    def step(x): return update(opt, (net(x) * net.scales.float().mean()).square().mean()).detach()
     for k in range(120):
         if k == 110: net.scales.copy_(torch.full((8,), math.nan).to(dtype))
         x = torch.ones(2, 4)

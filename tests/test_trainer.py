@@ -44,6 +44,7 @@ PLANS = [dict(workers=1, width=4), dict(workers=1, width=1), dict(workers=1, wid
          dict(workers=2), dict(workers=3), dict(workers=4)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", TASKS)
 @pytest.mark.parametrize("kw", PLANS, ids=str)
 def test_every_plan_equals_separate_networks(kind, kw):
@@ -60,6 +61,7 @@ def test_every_plan_equals_separate_networks(kind, kw):
                                    atol=1e-5 * max(1, logits.abs().max().item()))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", TASKS)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_poisoned_lane_is_alone_with_it(kind, workers):
@@ -210,6 +212,7 @@ def test_the_governor_does_not_touch_a_healthy_run(calm):
     assert all(torch.equal(t, lane_state(b.model)[k]) for k, t in lane_state(a.model).items())
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("kind", list_faults())
 def test_a_ruined_lane_is_put_back_bit_for_bit_and_the_others_never_notice(calm, kind):
     hit, fault = guarded(), Fault(kind, lane=2, epoch=4, batch=2)

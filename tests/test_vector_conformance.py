@@ -25,13 +25,6 @@ def grow(mode, n=3): return GrowVecEnv(data=tiny_data(), num_envs=n, autoreset_m
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def same(a, b):
-    "Deep equality of what environments return."
-    if isinstance(a, dict): return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, np.ndarray) and a.dtype == object: return all(same(x, y) for x, y in zip(a, b))
-    return np.array_equal(a, b, equal_nan=isinstance(a, np.ndarray) and a.dtype.kind == "f")
-
-
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_masks_come_with_every_observation_and_are_the_callers(mode):
     envs = grow(mode)

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import warm
-from test_cli import timeless
 from test_workers import cluster, descendants, needs_ray, still_there # noqa: F401 (a fixture)
+from tiny import timeless
 
-from esper_nb.record import read_checkpoint
+from esper_nb.record import read_checkpoint, read_rows
 from esper_nb.run import (
     Comparison, LocalWorker, RepeatStore, RunConfig, SplitVecEnv, WorkerLost, begin_run, command_words, compare_recipe,
     get_recipe, growth_rules, main, open_run, work_off)
@@ -67,7 +67,7 @@ def leaves(tree, path=""):
 
 
 def assert_same_run(one, other):
-    for name in ("rows.jsonl", "final.jsonl"): assert timeless(one/name) == timeless(other/name)
+    for name in ("rows.jsonl", "final.jsonl"): assert timeless(read_rows(one/name)) == timeless(read_rows(other/name))
     a, b = (leaves(read_checkpoint(run/"checkpoint.safetensors")[0]) for run in (one, other))
     assert a.keys() == b.keys() and len(a) > 100
     for k, v in a.items():
@@ -95,7 +95,7 @@ def test_a_run_in_shards_is_stopped_and_goes_on(here, tmp_path):
         if update.update == 2: break
     again = open_run(run.folder.path)
     for update in again.updates(): pass
-    assert timeless(again.folder.rows_path) == timeless(here/"rows.jsonl")
+    assert timeless(again.folder.rows()) == timeless(read_rows(here/"rows.jsonl"))
     assert again.env.batches == again.batches and again.env.away_s == 0
     again.env.close()
 
@@ -148,7 +148,8 @@ def interrupted(config, monkeypatch, folder, **kw):
     return result, messages
 
 
-@pytest.mark.parametrize("jobs", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow # test_cli stops a comparison, too
+@pytest.mark.parametrize("jobs", [None, 2])
 def test_a_seed_that_was_played_is_not_played_again(compared, tmp_path, monkeypatch, jobs):
     result, messages = interrupted(get_recipe("digits_impaired", TINY), monkeypatch, tmp_path, jobs=jobs)
     assert plays(result) == plays(compared)

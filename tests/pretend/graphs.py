@@ -6,19 +6,11 @@ import weakref
 import torch
 
 from .orders import Race
-from .tensors import machine
+from .tensors import leaves, machine
 
 REFUSED = "operation not permitted when stream is capturing"
 _aliases = {"set_", "resize_", "as_strided_"} # would give memory of the graph to others
 
-
-def _leaves(x, out):
-    if isinstance(x, torch.Tensor): out.append(x)
-    elif isinstance(x, list | tuple):
-        for v in x: _leaves(v, out)
-    elif isinstance(x, dict):
-        for v in x.values(): _leaves(v, out)
-    return out
 
 def _place(t): return t.untyped_storage()._cdata # noqa: SLF001
 
@@ -97,8 +89,8 @@ class CUDAGraph:
         self.check_stream(stream)
         for t in written: self.save(t)
         out = func(*args, **kwargs)
-        before = {_place(t) for t in _leaves((args, kwargs), [])}
-        made = [t if _place(t) not in before else None for t in _leaves(out, [])]
+        before = {_place(t) for t in leaves((args, kwargs), [])}
+        made = [t if _place(t) not in before else None for t in leaves(out, [])]
         fresh = [t for t in made if t is not None]
         self.held += fresh
         self.own |= {_place(t) for t in fresh}
@@ -129,7 +121,7 @@ class CUDAGraph:
             memory.kept.add(stream.number)
         with m.aside(), torch.no_grad():
             for func, args, kwargs, made in self.calls:
-                for t, new in zip(made, _leaves(func(*args, **kwargs), [])):
+                for t, new in zip(made, leaves(func(*args, **kwargs), [])):
                     if t is not None: t.copy_(new)
 
     def register_generator_state(self, generator): self.generators.append(generator)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .api import in_place, of_device
 from .orders import Memory, Race, Stream
-from .tensors import DeviceTensor, _machines
+from .tensors import DeviceTensor, _machines, leaves
 
 limits = """no cuDNN, TF32 or atomics, whose sums depend on the order; no timing, no compiler; no memory that could run
 out; LSTM, GRU, attention and autocast are stand-ins; backward runs on the stream of the call; a launch is a replay, or
@@ -56,15 +56,6 @@ def _known(func):
     written += tuple((k, a.name) for k, a in enumerate(schema.arguments) if a.name in _untold.get(name, ()))
     return Known(name, written, bool(alias) and not written, bool(_waiting & set(func.tags)),
                  torch.Tag.nondeterministic_seeded in func.tags)
-
-def _leaves(x, out):
-    "Tensors in nested arguments."
-    if isinstance(x, torch.Tensor): out.append(x)
-    elif isinstance(x, list | tuple):
-        for v in x: _leaves(v, out)
-    elif isinstance(x, dict):
-        for v in x.values(): _leaves(v, out)
-    return out
 
 def _each(f, x):
     "Nested arguments or results with `f` applied to every tensor."
@@ -251,18 +242,18 @@ class PretendedCuda:
         with self._lock: return self._call(func, args, kwargs)
 
     def _call(self, func, args, kwargs):
-        op, leaves = _known(func), _leaves((args, kwargs), [])
-        there = [t for t in leaves if isinstance(t, DeviceTensor)]
+        op, found = _known(func), leaves((args, kwargs), [])
+        there = [t for t in found if isinstance(t, DeviceTensor)]
         asked = kwargs.get("device")
         away = asked is not None and torch.device(asked).type in ("cuda", "lazy")
-        if self.copies: self._check_landed(op.name, leaves)
+        if self.copies: self._check_landed(op.name, found)
         if self.graph is not None and op.draws: self._check_draw(op, kwargs, bool(there) or away)
         if not there and not away: return self._on_host(func, args, kwargs)
         if op.name == "_to_copy": return self._convert(func, args, kwargs)
         if op.name == "copy_": return self._copy(*args, **kwargs)
         if there and asked is not None and not away: return self._on_host(func, _each(_numbers, args), kwargs)
         place = there[0].place if there else self.place_of(torch.device(asked))
-        if len(there) < len(leaves) or len(there) > 1: self._check_devices(func, op.name, there, leaves, args)
+        if len(there) < len(found) or len(there) > 1: self._check_devices(func, op.name, there, found, args)
         if op.waits or op.name in _indexing or op.name == "multinomial": self._count_waits(op, args, kwargs, there)
         plain = _each(_numbers, kwargs)
         if away: plain["device"] = torch.device("cpu")
@@ -276,7 +267,7 @@ class PretendedCuda:
         "Call an operation inside a capture."
         op = _known(func)
         given = [args[k] if k < len(args) else kwargs.get(name) for k, name in op.written]
-        written = [_numbers(t) for t in _leaves(given, [])]
+        written = [_numbers(t) for t in leaves(given, [])]
         return self.graph.record(op, func, inputs, plain, written, self.current_stream(place))
 
     def _check_draw(self, op, kwargs, away):
@@ -355,7 +346,7 @@ class PretendedCuda:
         stream, own = self.current_stream(place), {id(t.numbers): t for t in inputs}
         if op.view: return _each(lambda t: self._new(t, own, place, stream, op.name), out)
         given = [args[k] if k < len(args) else kwargs.get(name) for k, name in op.written]
-        writes, now = {id(t) for t in _leaves(given, [])}, stream.tick()
+        writes, now = {id(t) for t in leaves(given, [])}, stream.tick()
         def touch(memory, wrote):
             if self.graph is None: memory.touch(stream, now, wrote, op.name)
             else: self.graph.use(memory, wrote, op.name)

@@ -11,6 +11,16 @@ def machine():
     return _machines[-1]
 
 
+def leaves(x, out):
+    "Tensors in nested arguments."
+    if isinstance(x, torch.Tensor): out.append(x)
+    elif isinstance(x, list | tuple):
+        for v in x: leaves(v, out)
+    elif isinstance(x, dict):
+        for v in x.values(): leaves(v, out)
+    return out
+
+
 def hidden(place):
     "What PyTorch's core takes such a tensor's device to be: one that needs no driver, and no thread for backward."
     return torch.device("lazy", place)
