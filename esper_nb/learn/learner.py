@@ -67,6 +67,12 @@ def clone_state(state: Any) -> Any: # of `state_dict`
     "Return a state with copies of its tensors; `deepcopy` takes ten times as long."
     return map_tensors(lambda found: found[0].clone(), state)
 
+def _odd_text(r: Rollout) -> str: # empty: all of them are finite
+    "Say which lanes of a rollout have rewards or values that are not finite, to follow a reason."
+    odd = {name: (~x.isfinite()).any(0).nonzero().flatten().tolist() for name, x in dict(
+        rewards=r.reward, values=r.value).items()}
+    return "".join(f", {name} of lanes {lanes} are not finite" for name, lanes in odd.items() if lanes)
+
 def gap_limit(
     dtype: torch.dtype, # of the policy's matrix products
     device: torch.device, # of the policy
@@ -376,10 +382,10 @@ class Learner:
                     policy=self.policy.config.to_dict(), config=self.config.to_dict())
 
     def state_dict(self) -> dict:
-        "Return the whole state except for the environments themselves."
+        "Return copies of the whole state, except for the environments themselves."
         r, s = self.rollout or self.reset(), self.stream
         progress = {k: getattr(self, k) for k in self._counters} | self.progress.state_dict()
-        return {k: getattr(self, k).state_dict() for k in self._modules} | dict(
+        return {k: clone_state(getattr(self, k).state_dict()) for k in self._modules} | dict(
             state=self.state.clone(), **self.episodes.state_dict(),
             stream=dict(obs=s.obs, mask=s.mask, start=s.start, valid=s.valid), progress=progress,
             rollout=r.state_dict() | (dict(variance=self.progress.variance) if r.t else {}))
@@ -388,17 +394,17 @@ class Learner:
         """Restore the whole state; the environments are restored by their own `load_state_dict`, or by an `EnvState`.
 
         Either may come first. If nobody restores them before the next step, their episodes begin anew, and a warning
-        says so.
+        says so. Only an environment with a `load_state_dict` of your own is taken as it is: nobody knows when that
+        was called.
         """
-        base, progress = self.stream.envs.unwrapped, state["progress"]
-        fresh = self.rollout is None and not self.stream.restored
-        told = hasattr(type(base), "restored") or not hasattr(base, "load_state_dict") # who restores them, marks them
-        if fresh: self.reset()
-        self.waits = fresh and told
-        for k in self._modules: getattr(self, k).load_state_dict(state[k])
+        base, progress, stream = self.stream.envs.unwrapped, state["progress"], state["stream"]
+        own = hasattr(base, "load_state_dict") and not hasattr(type(base), "restored") # ours leave a mark
+        stayed = self.rollout is not None and not self.waits and torch.equal(self.stream.obs, stream["obs"].cpu())
+        self.waits = not (own or stayed or self.stream.restored)
+        for k in self._modules: getattr(self, k).load_state_dict(clone_state(state[k])) # Adam would train in it
         self.state = state["state"].to(self.device, copy=True)
         self.episodes.begin(state["returns"], state["lengths"])
-        for k, v in state["stream"].items():
+        for k, v in stream.items():
             setattr(self.stream, k, None if v is None else v.to("cpu", copy=True))
         if self.rollout is None: self.stream.take_over()
         r = self.rollout or self._begin_rollout()
@@ -482,8 +488,9 @@ class Learner:
         if self.config.norm_obs and done.stop_reason != "nonfinite": self.obs_norm.commit()
         self.failed = 0 if done.gradient_step else self.failed + 1
         if self.failed >= 3: raise RuntimeError(
-            f"three updates in a row without a gradient step (last: {done.stop_reason!r}), expected finite losses; "
-            "look at rewards and observations, lower learning_rate, or resume an earlier checkpoint")
+            f"three updates in a row without a gradient step (last: {done.stop_reason!r}{_odd_text(rollout)}), "
+            "expected finite losses; look at rewards and observations, lower learning_rate, or resume an earlier "
+            "checkpoint")
         self.update, self.progress = self.update + 1, UpdateProgress()
         rollout.clear(self.state)
         return update
