@@ -127,6 +127,9 @@ def _paid(name: str, inputs: RewardInputs, n: int) -> Tensor: # (n,)
     good = isinstance(paid, Tensor) and paid.shape == (n,)
     check(good, f"what the term {name} pays", tuple(paid.shape) if isinstance(paid, Tensor) else paid,
           "a tensor of shape ({},), a number for each lane", n)
+    odd = (~paid.isfinite() & inputs.transition.step.active).nonzero().flatten().tolist()
+    check(not odd, f"what the term {name} pays lanes {odd}", paid[odd].tolist(), "finite numbers; a loss may be "
+          "infinite and an accuracy NaN: nan_to_num or clamp bounds them")
     return paid
 
 def compute_reward(
