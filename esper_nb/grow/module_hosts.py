@@ -362,8 +362,12 @@ class ModuleHostConfig(Config):
 
 def _make(factory: Callable[..., nn.Module], kwargs: Mapping, output: str | int | None,
           config: ModuleHostConfig) -> nn.Module:
-    module = out_of_place(factory(**kwargs))
-    check(isinstance(module, nn.Module), f"what {config.factory} makes", type(module).__name__, "a module")
+    try: made = factory(**kwargs)
+    except Exception as e:
+        raise ValueError(f"kwargs={dict(kwargs)!r}, expected arguments by which {config.factory}{_takes(factory)} "
+                         f"makes a network; it raised {type(e).__name__}: {e}") from e
+    check(isinstance(made, nn.Module), f"what {config.factory} makes", type(made).__name__, "a module")
+    module = out_of_place(made)
     graphs = [type(m).__name__ for m in module.modules()
               if isinstance(m, torch.jit.ScriptModule) or hasattr(m, "_torchdynamo_orig_callable")]
     check(not graphs, f"what {config.factory} makes", graphs[:1], "a network that is neither compiled nor "
@@ -373,6 +377,11 @@ def _make(factory: Callable[..., nn.Module], kwargs: Mapping, output: str | int 
         module.train()
     if output is not None: module.register_forward_hook(PickOutput(output))
     return module
+
+def _takes(factory: Callable) -> str: # "(width, depth=2)"; empty: not known
+    "Return the arguments of a factory as they are written."
+    try: return str(inspect.signature(factory))
+    except (TypeError, ValueError): return ""
 
 class PickOutput:
     "Forward hook that lets a network return one of its outputs."
