@@ -12,10 +12,10 @@ from .devices import (NO_FLOAT64 as NO_FLOAT64, Precision as Precision, choose_p
     send as send, activation_room as activation_room, free_bytes as free_bytes, bytes_text as bytes_text,
     check_memory as check_memory, repeatable as repeatable, keep_freed_memory as keep_freed_memory,
     generator as generator, seeded as seeded)
-from .files import (LEASE_SECONDS as LEASE_SECONDS, check_folder as check_folder, check_output as check_output,
-    new_file as new_file, flush_file as flush_file, refuse_link as refuse_link, plain_json as plain_json,
-    json_digest as json_digest, write_json as write_json, read_json as read_json, FolderLock as FolderLock,
-    Lease as Lease)
+from .files import (LEASE_SECONDS as LEASE_SECONDS, as_path as as_path, check_folder as check_folder,
+    check_output as check_output, new_file as new_file, flush_file as flush_file, refuse_link as refuse_link,
+    plain_json as plain_json, json_digest as json_digest, write_json as write_json, read_json as read_json,
+    FolderLock as FolderLock, Lease as Lease)
 from .fused import (BLOCK as BLOCK, rows_of as rows_of, windows_of as windows_of, measure as measure, scale as scale,
     rectify as rectify, rectify_back as rectify_back, pool_windows as pool_windows, pool_back as pool_back,
     Kernels as Kernels, compiled as compiled, has_numba as has_numba, Scaling as Scaling, can_fuse as can_fuse,

@@ -27,7 +27,7 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from .config import check
-from .files import new_file
+from .files import as_path, new_file
 
 # %% ../../nbs/core/10_trees.ipynb #ba8a4b5a
 def encode_tree(
@@ -155,7 +155,7 @@ def read_tree(
     OSError
         If it cannot be read.
     """
-    path = Path(path)
+    path = as_path(path)
     if not path.is_file(): raise FileNotFoundError(f"{path} is no file")
     try:
         with safe_open(path, framework="pt") as f:
@@ -179,7 +179,7 @@ def read_saved(
     path: str | Path, # of a file by `torch.save`
 ) -> Any:
     "Return tensors and plain values from a file; `ValueError` for what runs code, or takes more memory than it holds."
-    path = Path(path)
+    path = as_path(path)
     try:
         with zipfile.ZipFile(path) as archive:
             size, names = sum(entry.file_size for entry in archive.infolist()), archive.namelist()

@@ -25,8 +25,8 @@ from .training_rows import (population_rows as population_rows, run_rows as run_
     update_rows as update_rows)
 from .writers import (TRACKERS as TRACKERS, Writer as Writer, WriterReport as WriterReport, Recorder as Recorder,
     JSONLWriter as JSONLWriter, read_rows as read_rows, RowReader as RowReader, count_rows as count_rows,
-    cut_rows as cut_rows, RunFolder as RunFolder, run_paths as run_paths, new_run as new_run,
-    BackgroundWriter as BackgroundWriter, StepMetrics as StepMetrics, metrics_by_step as metrics_by_step,
-    Tracker as Tracker, TensorBoardWriter as TensorBoardWriter, WandbWriter as WandbWriter,
-    MLflowWriter as MLflowWriter, TrackioWriter as TrackioWriter, check_trackers as check_trackers,
-    open_trackers as open_trackers)
+    cut_rows as cut_rows, RunFolder as RunFolder, run_paths as run_paths, open_folder as open_folder,
+    new_run as new_run, BackgroundWriter as BackgroundWriter, StepMetrics as StepMetrics,
+    metrics_by_step as metrics_by_step, Tracker as Tracker, TensorBoardWriter as TensorBoardWriter,
+    WandbWriter as WandbWriter, MLflowWriter as MLflowWriter, TrackioWriter as TrackioWriter,
+    check_trackers as check_trackers, open_trackers as open_trackers)

@@ -28,8 +28,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core import (
-    FolderLock, as_stateful, check, check_count, content_digest, decode_tree, encode_tree, flush_file, refuse_link)
+from esper_nb.core import (
+    FolderLock, as_path, as_stateful, check, check_count, content_digest, decode_tree, encode_tree, flush_file,
+    refuse_link)
 from ..train import same_source
 from ..learn import END_SIGNALS, StopFlag
 from .rows import Row
@@ -62,7 +63,7 @@ def load_checkpoint(
     **parts: Any, # the same names as when saving
 ) -> LoadResult:
     "Restore all objects or none; raise `CheckpointError` if the file is damaged or does not match."
-    path = Path(path)
+    path = as_path(path)
     tree, saved, previous = _read_newest(path)
     wrong = [] if contract is None else contract_difference(saved, contract)
     wrong = [line for line in wrong if not line.split(":")[0].startswith(tuple(ignore) or ("\0",))]
@@ -216,7 +217,7 @@ def write_checkpoint(
     contract: dict | None = None, # JSON values that must be equal when loading
 ) -> int: # bytes written
     "Write one file, atomically and durably, and keep the previous one."
-    path = Path(path)
+    path = as_path(path)
     tensors: dict[str, Tensor] = {}
     try: encoded = encode_tree(tree, tensors)
     except ValueError as e: raise CheckpointError(str(e)) from e
@@ -238,6 +239,7 @@ def read_checkpoint(
     path: str | Path, # of the file
 ) -> tuple[Any, Any]: # the tree and the contract
     "Read and verify one file, without executing code; raise `CheckpointError` if it is damaged."
+    path = as_path(path)
     try: return _read_verified(path)
     except (CheckpointError, FileNotFoundError): raise
     except Exception as e:
@@ -301,6 +303,7 @@ def load_tensors(
     path: str | Path, # of the file
 ) -> dict[str, Tensor]:
     "Read a safetensors file; raise `CheckpointError` if it is invalid."
+    path = as_path(path)
     try: return load_file(path)
     except (SafetensorError, OSError) as e: raise CheckpointError(f"{path} cannot be read as weights: {e}") from e
 

@@ -6,8 +6,9 @@ Docs: https://esper-nb.github.io/esper_nb/record/writers.html.md"""
 
 # %% auto #0
 __all__ = ['TRACKERS', 'Writer', 'WriterReport', 'Recorder', 'JSONLWriter', 'read_rows', 'RowReader', 'count_rows', 'cut_rows',
-           'RunFolder', 'run_paths', 'new_run', 'BackgroundWriter', 'StepMetrics', 'metrics_by_step', 'Tracker',
-           'TensorBoardWriter', 'WandbWriter', 'MLflowWriter', 'TrackioWriter', 'check_trackers', 'open_trackers']
+           'RunFolder', 'run_paths', 'open_folder', 'new_run', 'BackgroundWriter', 'StepMetrics', 'metrics_by_step',
+           'Tracker', 'TensorBoardWriter', 'WandbWriter', 'MLflowWriter', 'TrackioWriter', 'check_trackers',
+           'open_trackers']
 
 # %% ../../nbs/record/74_writers.ipynb #5a2f49ed
 import atexit
@@ -30,7 +31,7 @@ from queue import Empty, Full, Queue
 from types import NoneType
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
-from ..core import Whole, check, check_folder, check_type, new_file, refuse_link
+from ..core import Whole, as_path, check, check_folder, check_type, new_file, refuse_link
 from .alarms import METRICS, Metric, find_metric
 from .rows import Row, Value, decode_row, encode_row, make_rows, metric_names, named_fields
 
@@ -170,7 +171,7 @@ class JSONLWriter:
         self,
         path: str | Path, # its folder is created if necessary
     ):
-        self.path = Path(path)
+        self.path = as_path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file, self.rest = open(self.path, "a+b", buffering=0), bytearray() # rest: bytes not written yet
         _cut_torn_line(self.file)
@@ -226,12 +227,13 @@ def read_rows(
     ...     read_rows(f"{folder}/rows.jsonl") == rows
     True
     """
-    return RowReader(Path(path, "rows.jsonl") if Path(path).is_dir() else path).read()
+    path = as_path(path)
+    return RowReader(path/"rows.jsonl" if path.is_dir() else path).read()
 
 class RowReader:
     "Read a file of rows incrementally while another process appends to it."
     def __init__(self, path: str | Path): # of a file from `JSONLWriter`
-        self.path = Path(path)
+        self.path = as_path(path)
         self.offset, self.number = 0, 0 # bytes and lines read so far
 
     def read(self,
@@ -342,11 +344,16 @@ def run_paths(
     path: object, # the folder of a run, or of several
 ) -> list[Path]: # at least one
     "Return the folders of one or several runs."
+    expected = "the folder of a run, such as 'runs/digits', or a list of several"
     given = path if isinstance(path, list | tuple) else [path]
-    paths = [Path(p) for p in given if isinstance(p, str | os.PathLike)]
-    good = 0 < len(paths) == len(given)
-    check(good, "path", path, "the folder of a run, such as 'runs/digits', or a list of several")
-    return paths
+    check(len(given) > 0, "path", path, expected)
+    return [as_path(p, "path", expected) for p in given]
+
+def open_folder(
+    path: str | Path, # the folder of a run
+) -> RunFolder: # whose `config()` raises if there is no run in it
+    "Return the folder of a run; raise `ValueError` for what is no path."
+    return RunFolder(as_path(path, "path", "the folder of a run, such as 'runs/digits'"))
 
 def new_run(
     root: str | Path = "runs", # folder of all runs, created if necessary
@@ -354,12 +361,12 @@ def new_run(
     config: Any = None, # dict, dataclass or object with to_dict(); None: no settings
 ) -> RunFolder:
     "Create a new folder `root/name`, or `root/name-2` …, with `config.json` in it."
-    check(root != "", "out", root, "a folder, such as 'runs'; '.' is the present one")
+    root = as_path(root, "out", "a folder, such as 'runs'; '.' is the present one")
     if not name or name in (".", "..") or Path(name).name != name:
         raise ValueError(f"{name!r} is no name for a folder: use one word, and `root` for the folder above it")
     settings = {} if config is None else config
     _config_text(settings)
-    run = RunFolder(_claim_folder(Path(root).expanduser(), name))
+    run = RunFolder(_claim_folder(root, name))
     try: run.write_config(settings)
     except OSError: # a full disk: remove the incomplete run
         shutil.rmtree(run.path, ignore_errors=True)

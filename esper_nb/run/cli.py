@@ -270,10 +270,10 @@ def _train(args):
     return begin_run(_chosen_recipe(args), args.out).drive(not args.quiet, more=search_rivals)
 
 def _resume(args):
-    from esper_nb.record import RunFolder
+    from esper_nb.record import open_folder
     from esper_nb.run import search_rivals, open_fit, open_run
     given = _longer(args)
-    if "fit" not in RunFolder(Path(args.run)).config():
+    if "fit" not in open_folder(args.run).config():
         return open_run(args.run, given, args.place, args.trust).drive(not args.quiet, more=search_rivals)
     run = open_fit(args.run, log=given.get("log"), plugins=given.get("plugins"), trust=args.trust,
                    data=args.place)
@@ -466,9 +466,9 @@ _lengthen = ("updates", "minutes", "engine", "comparison", "shards") # options o
 def _check_places(args: argparse.Namespace) -> None:
     "Refuse folders that hold no run, and places that cannot be written."
     from esper_nb.core import check_output
-    from esper_nb.record import RunFolder
+    from esper_nb.record import open_folder
     given = vars(args)
-    for folder in given.get("runs") or ([args.run] if "run" in given else []): config = RunFolder(Path(folder)).config()
+    for folder in given.get("runs") or ([args.run] if "run" in given else []): config = open_folder(folder).config()
     for option in _lengthen if args.command == "resume" and "fit" in config else ():
         check(given[option] is None, f"--{option}", given[option],
               "none: this run is a fit, which ends with the epochs that it began with")

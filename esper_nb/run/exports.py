@@ -23,7 +23,7 @@ from ..grow import HostConfig, ModuleHostConfig, PickOutput, check_same, export_
 from ..train import (
     MISSING, UNSEEN, Column, Examples, ImageData, Population, TargetData, TextData, evaluate, is_own,
     read_own, split_examples)
-from ..record import RunFolder, load_tensors, read_checkpoint, save_tensors
+from ..record import RunFolder, load_tensors, open_folder, read_checkpoint, save_tensors
 from .compare import PolicyPlayer, compare_controllers
 from .fits import saved_population
 from .plugins import open_settings
@@ -72,8 +72,9 @@ def regrow(
     data: str | Path | None = None, # where its data are now, if they were moved
 ) -> GrownLanes:
     "Rebuild the networks of a run."
-    again = _read_again if "fit" in RunFolder(Path(path)).config() else _played_again
-    return again(Path(path), plugins, trust, data)
+    folder = open_folder(path)
+    again = _read_again if "fit" in folder.config() else _played_again
+    return again(folder.path, plugins, trust, data)
 
 # %% ../../nbs/run/98_exports.ipynb #3f27359e
 def lane_example(
@@ -294,10 +295,11 @@ def export_run(
     data: str | Path | None = None, # where its data are now, if they were moved
 ) -> Exported:
     "Export one network of a run, including its preprocessing, with a JSON file that describes inputs and outputs."
-    RunFolder(Path(path)).config() # raises early if the folder holds no run
-    target = check_output(Path(path)/"network.onnx" if out is None else out, SUFFIXES)
+    folder = open_folder(path)
+    folder.config() # raises early if the folder holds no run
+    target = check_output(folder.path/"network.onnx" if out is None else out, SUFFIXES, "out")
     if target.suffix == ".onnx": _need_onnx()
-    grown = regrow(path, plugins, trust, data)
+    grown = regrow(folder.path, plugins, trust, data)
     scores, count = torch.tensor(grown.heldout_accuracy_pp), len(grown.heldout_accuracy_pp)
     lane = int(scores.nan_to_num(-1).argmax()) if lane is None else lane
     check(0 <= lane < count, "lane", lane, f"a lane below {count}")

@@ -30,8 +30,8 @@ from esper_nb.train import (
     check_population, disturb_at, fit, get_task, is_own, new_population, task_at, telling_text, yardstick_lines,
     yardsticks)
 from ..record import (
-    ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, new_run, population_rows,
-    run_origin, run_rows, save_tensors, test_rows)
+    ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, new_run, open_folder,
+    population_rows, run_origin, run_rows, save_tensors, test_rows)
 from ..show import own_rows
 from .plugins import loaded_plugins, open_settings
 from .recipes import command_words
@@ -154,7 +154,7 @@ def open_fit(
     >>> [result.epoch for result in again.epochs()]
     [1]
     """
-    folder = RunFolder(Path(path))
+    folder = open_folder(path)
     def begun(saved: dict[str, Any]) -> tuple[Population, list[Fault], Sequence[str]]:
         faults = [Fault.from_dict(f) for f in saved["faults"]]
         check_trackers(named := saved["log"] if log is None else log)

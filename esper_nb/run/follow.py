@@ -19,7 +19,7 @@ from typing import Any
 
 from ..core import check, printable
 from ..guard.reports import NOTES # without torch, as all that is imported here
-from ..record import Notices, Notify, Row, RowReader, RunFolder
+from ..record import Notices, Notify, Row, RowReader, open_folder
 from .comparison import Comparison
 
 # %% ../../nbs/run/88_follow.ipynb #dd15faf7
@@ -125,7 +125,7 @@ def run_status(
     path: str | Path, # the folder of a run, in progress or finished
 ) -> RunStatus:
     "Read how far a run is."
-    folder = RunFolder(Path(path))
+    folder = open_folder(path)
     status = RunStatus(folder.config())
     if folder.rows_path.exists():
         reader = RowReader(folder.rows_path)
@@ -149,7 +149,7 @@ def watch_text(
         # from now on
 ) -> None:
     "Print the progress of a run until it finishes or the user interrupts."
-    folder = RunFolder(Path(path))
+    folder = open_folder(path)
     config = folder.config()
     check(folder.rows_path.exists(), "run", str(path), "a folder with a rows.jsonl in it: this run has not begun")
     status, reader, plays = RunStatus(config), RowReader(folder.rows_path), folder.path/"comparison.json"

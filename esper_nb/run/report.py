@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ..core import Measure, changed_settings, check, check_output, new_file, option_text
 from ..record import (
     AlarmKind, Row, RunFolder, action_mix, alarm_kinds, blueprint_stats, find_metric, lane_scores,
-    observation_ranges, pick_rows, read_rows, reward_mix, rollbacks, run_paths, seed_lives)
+    observation_ranges, open_folder, pick_rows, read_rows, reward_mix, rollbacks, run_paths, seed_lives)
 from ..show import (
     asset_path, explain, plot_blueprints, plot_compare, plot_incidents, plot_lanes, plot_learning, plot_rewards,
     plot_run, plot_side_by_side, plot_slots, theme)
@@ -186,7 +186,7 @@ def read_run(
     path: str | Path, # folder of the run
 ) -> RunSummary:
     "Read the files of a run."
-    folder = RunFolder(Path(path))
+    folder = open_folder(path)
     config, rows = folder.config(), folder.rows()
     plays, final = folder.path/"comparison.json", folder.path/"final.jsonl"
     with reading(folder.config_path):

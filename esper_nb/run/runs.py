@@ -23,14 +23,14 @@ import torch
 from tqdm.auto import tqdm
 
 from .. import __version__
-from ..core import FolderLock, check, new_file
+from ..core import FolderLock, as_path, check, new_file
 from ..guard import NOTES
 from ..train import ImageData, TextData, get_task, task_at
 from ..control import HEADS, OBSERVATIONS, GrowVecEnv
 from ..learn import Learner, StopFlag, Update
 from ..record import (
     AlarmWatch, EnvRows, EnvState, JSONLWriter, Recorder, ResumableRun, Row, RunFolder, alarm_rows, check_contract,
-    check_trackers, new_run, run_origin, run_rows, save_tensors, test_rows, update_rows)
+    check_trackers, new_run, open_folder, run_origin, run_rows, save_tensors, test_rows, update_rows)
 from ..show import plot_controller
 from .compare import Player, PolicyPlayer, compare_controllers, simple_controllers
 from .comparison import Comparison, comparison_text
@@ -64,10 +64,11 @@ def begin_run(
     ([1], True)
     """
     check(isinstance(config, RunConfig), "config", config, "settings, such as get_recipe('digits_impaired')")
+    out = as_path(out, "out", "a folder, such as 'runs'; '.' is the present one")
     check_faults(config)
     check_trackers(config.log)
     load_plugins(config.plugins)
-    run = Run(config, RunFolder(Path(out)), data)
+    run = Run(config, RunFolder(out), data)
     run.folder = new_run(out, config.name, _described(config) | dict(names=_named(run.config)))
     return run
 
@@ -107,7 +108,7 @@ def open_run(
     >>> [update.update for update in longer.updates()]
     [2]
     """
-    folder = RunFolder(Path(path))
+    folder = open_folder(path)
     given = {} if settings is None else settings
     check_changes(given)
     saved = open_settings(folder, "run", RunConfig.from_dict, given.get("plugins"), trust)

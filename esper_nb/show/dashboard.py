@@ -25,7 +25,7 @@ from ..core import check, check_count
 from ..guard import GovernorConfig
 from ..grow import LIVE, Stage
 from ..train import Population
-from ..record import Notify, Row, RowReader, RunFolder, run_paths
+from ..record import Notify, Row, RowReader, open_folder, run_paths
 from .history import Incident
 from .live import (
     Feed, canvas_class, live_front_end, outside_requests, probabilities_html, running_cell)
@@ -244,7 +244,7 @@ class RowsSource(Source):
         path: str | Path, # the run's folder
         every: float = .5, # seconds between two reads
     ):
-        self.folder = RunFolder(Path(path))
+        self.folder = open_folder(path)
         check(self.folder.rows_path.exists(), "path", str(path), "a run's folder, with a rows.jsonl in it")
         self.every = every
         self.reader = RowReader(self.folder.rows_path)

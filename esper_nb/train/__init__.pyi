@@ -13,7 +13,7 @@ from .data import (AHEAD as AHEAD, check_images as check_images, default_peak as
     count_answers as count_answers, target_lanes as target_lanes, lane_target_loss as lane_target_loss,
     target_counts as target_counts, share_pp as share_pp, standardised as standardised, TargetData as TargetData,
     check_tokens as check_tokens, draw_windows as draw_windows, TextData as TextData)
-from .datasets import (ANSWERS as ANSWERS, MOST_STRATA as MOST_STRATA, PICTURES as PICTURES,
+from .datasets import (ANSWERS as ANSWERS, MOST_STRATA as MOST_STRATA, PICTURES as PICTURES, DARK as DARK,
     PIXEL_BYTES as PIXEL_BYTES, Split as Split, FEWEST as FEWEST, OWN as OWN, Examples as Examples,
     number_labels as number_labels, one_each as one_each, given_labels as given_labels,
     check_classes as check_classes, refuse as refuse, dense_numbers as dense_numbers, check_kind as check_kind,

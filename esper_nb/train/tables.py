@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..core import check, listed
+from ..core import as_path, check, listed
 
 if TYPE_CHECKING: import pandas
 
@@ -43,7 +43,7 @@ def read_frame(
     import pandas
     check(not hasattr(path, "iloc"), "path", type(path).__name__, "the path of a file; a DataFrame goes into "
           "task_from_arrays(frame[columns], frame[label])")
-    path = Path(path)
+    path = as_path(path, "path", "the path of a table, such as 'people.csv'")
     if not path.is_file(): raise FileNotFoundError(f"{path} is not a file, expected a CSV table with a header")
     try:
         if path.suffix.lower() == ".parquet":

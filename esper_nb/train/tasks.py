@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core import (
-    Config, Count, NonNegative, OneOf, Positive, ShareBelow1, Whole, bytes_text, check, check_count,
+    Config, Count, NonNegative, OneOf, Positive, ShareBelow1, Whole, as_path, bytes_text, check, check_count,
     check_device, check_memory, check_names, check_type, one_of, printable)
 from ..grow import (
     LABELLED_TOKENS, CNNConfig, GPTConfig, Growing, GrowingModel, ModuleHostConfig, Rules, check_slots,
@@ -446,9 +446,9 @@ def task_from_folder(
     (1, 8, 8)
     """
     _check_settings(settings, size=(size, Count | None), pad=(pad, Whole), flip=(flip, bool))
-    path = Path(path).expanduser()
+    path = as_path(path, "path", "a folder with a folder of pictures for each class, such as 'pictures'")
     source = keep_read("folder", path, read_folder(path, size), size=size, pad=pad, flip=int(flip))
-    return _example_task(settings.pop("name", Path(path).resolve().name), source, settings)
+    return _example_task(settings.pop("name", path.resolve().name), source, settings)
 
 # %% ../../nbs/train/35_tasks.ipynb #cada5266
 def task_from_table(
@@ -489,10 +489,11 @@ def task_from_table(
         columns = check_names("columns", columns, "names of columns, each once; or None for all")
     check(not hasattr(path, "iloc"), "path", "a table of pandas", "a file; of a table in memory "
           "task_from_arrays(frame.drop(columns='kind'), frame['kind'])")
-    path, kind = Path(path).expanduser(), None if target == "classes" else target
+    path = as_path(path, "path", "the path of a table, such as 'people.csv'")
+    kind = None if target == "classes" else target
     source = keep_read("table", path, read_table_file(path, label, columns, target, groups), label=label,
                        columns=columns, target=kind, groups=groups)
-    return _example_task(settings.pop("name", Path(path).stem), source, settings)
+    return _example_task(settings.pop("name", path.stem), source, settings)
 
 # %% ../../nbs/train/35_tasks.ipynb #57ca613d
 def task_from_text(
@@ -521,8 +522,8 @@ def task_from_text(
     256
     """
     _check_settings(settings, block=(block, Count))
-    path = Path(path).expanduser()
-    source, name = own_source("text", path, digest=text_digest(path, block)), settings.pop("name", Path(path).stem)
+    path = as_path(path, "path", "the path of a text, such as 'book.txt'")
+    source, name = own_source("text", path, digest=text_digest(path, block)), settings.pop("name", path.stem)
     return _new_task(name, source, load_own(source, block=block), settings)
 
 # %% ../../nbs/train/35_tasks.ipynb #1ef9b76f
@@ -536,7 +537,7 @@ _OTHER_FILES = (
 
 def task_from_path(path: str | Path, **settings) -> Task: # what a command line is given
     "Create a task from a folder of images (32 pixels unless `size` is given), a table or a text."
-    path = Path(path).expanduser()
+    path = as_path(path, "path", "a folder of pictures, a table or a text, such as 'people.csv'")
     kind = path.suffix.lower()
     check(path.is_dir() or kind not in _OTHER_FILES, "data", str(path), "a folder of pictures, a table or a text: {}",
           _OTHER_FILES.get(kind))
