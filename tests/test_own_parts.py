@@ -16,9 +16,12 @@ import esper_nb.train as train
 from esper_nb import (
     FitConfig, Learner, ModuleHostConfig, PolicyConfig, PPOConfig, begin_fit, begin_run, explore_host, get_recipe,
     new_population, train_ppo)
-from esper_nb.control import PRESETS, TERMS, RewardConfig, reward_term
-from test_rewards import fresh, play # noqa: F401
-from esper_nb.grow import SeedState
+from esper_nb.control import (
+    OBSERVATIONS, OPERATIONS, OPS, PRESETS, TERMS, Choice, GrowVecEnv, Observation, Operation, Repertoire, RewardConfig,
+    RewardPreset, register_observation, register_operation, reward_term)
+from esper_nb.grow import Decision, SeedState, Stage, blueprint
+from esper_nb.run import RulePlayer, as_player
+from test_rewards import play
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -214,3 +217,135 @@ def test_classes_that_differ_in_their_capitals_are_told(tmp_path):
     (tmp_path/"a.csv").write_text("x,y\n" + "\n".join(f"{i},{('yes', 'no', 'No')[i % 3]}" for i in range(30)))
     assert "y: No, no differ in their capitals only, and are classes each" in train.task_from_table(
         tmp_path/"a.csv").notes
+
+
+# --- rows of the tables, done wrong: what is said names the row, what it gave, and what is expected
+
+def small(**more):
+    return GrowVecEnv(task="digits_impaired", num_envs=2, horizon=2, limit=64, workers=1, **more)
+
+def wait(env):
+    env.reset(seed=0)
+    env.step([[0] * 8] * 2)
+
+
+@pytest.mark.parametrize("read, given, said", [
+    (lambda v: v.history.lr, (0., 1., None), r"values of mine='NaN', expected numbers; where they may be missing"),
+    (lambda v: v.history.lr, (0., 1.), r"range of mine=\(0.0, 1.0\), expected three numbers")])
+def test_an_observation_that_is_missing_needs_a_number_for_that(read, given, said):
+    row = Observation("mine", "1", given, "learning rate, before the first epoch none", read, per="lane")
+    try:
+        with pytest.raises(ValueError, match=said):
+            register_observation(row)
+            wait(small())
+        OBSERVATIONS.pop("mine", None)
+        register_observation(row._replace(name="other", range=(0., 1., -1.)))
+        wait(small())
+    finally:
+        for name in ("mine", "other"): OBSERVATIONS.pop(name, None)
+
+
+@pytest.mark.parametrize("legal, decide, said", [
+    (lambda v: True, lambda c: Decision(), "legal of mine returns=True, expected a bool for each lane and slot"),
+    (lambda v: torch.ones(2, dtype=torch.bool), lambda c: Decision(), r"legal of mine returns='torch.bool \(2,\)'"),
+    (lambda v: v.in_stage(Stage.DORMANT).double(), lambda c: Decision(), "legal of mine returns='torch.float64"),
+    (lambda v: v.in_stage(Stage.DORMANT), lambda c: "prune", "what mine decides='prune', expected a Decision")])
+def test_an_operation_is_told_what_its_functions_return(legal, decide, said):
+    register_operation(Operation("mine", ("slot",), legal, decide, "whatever the case says"))
+    try:
+        with pytest.raises(ValueError, match=said):
+            env = small(repertoire=Repertoire((*OPS, "mine"), several=True))
+            env.reset(seed=0)
+            env.step(env.actions.encode(Choice("mine", env.actions.slots[0])).expand(2, -1))
+    finally: del OPERATIONS["mine"]
+
+
+@pytest.mark.parametrize("register, said", [
+    (register_observation, "row='mine', expected an Observation"), (register_operation, "expected an Operation"),
+    (reward_term, "term='mine', expected a function")])
+def test_what_is_no_row_is_refused(register, said):
+    with pytest.raises(ValueError, match=said): register("mine")
+
+
+def test_a_blueprint_without_arguments_is_told_which_it_takes():
+    with pytest.raises(ValueError, match=r"arguments of mine=\[\], expected channels, lanes"):
+        blueprint("mine", "cnn", 9)(lambda: nn.Identity())
+
+
+class Worded:
+    "A rule that answers with a word."
+    def signals(self): return None
+    def act(self, v): return "norm"
+
+@pytest.mark.parametrize("player, said", [
+    (lambda: as_player(lambda v: "norm"), "what choose returns='norm', expected a Decision to germinate"),
+    (lambda: as_player(lambda v: 3), "what choose returns=3, expected a Decision to germinate"),
+    (lambda: RulePlayer(Worded()), "decision of a rule='norm', expected a Decision, such as")])
+def test_a_rule_is_told_to_decide(player, said):
+    env, rule = small(), player()
+    env.reset(seed=0)
+    rule.begin(env)
+    with pytest.raises(ValueError, match=said): rule.act(env)
+
+
+def kept(table): return dict(a=torch.zeros(len(table)))
+
+@pytest.mark.parametrize("row, said", [
+    (3, "preset mine=3, expected a RewardPreset"),
+    (RewardPreset({}, kept, lambda i: {}), r"weights of mine=\{\}, expected a finite number for each term"),
+    (RewardPreset(dict(price="1"), kept, lambda i: {}), "weights of mine=.*'1'.*, expected a finite number"),
+    (RewardPreset(dict(price=math.nan), kept, lambda i: {}), "weights of mine=.*nan.*, expected a finite number"),
+    (RewardPreset(dict(nothing=1.), lambda t: None, lambda i: {}), "what start of mine returns=None, expected tensors"),
+    (RewardPreset(dict(nothing=1.), lambda t: dict(a=torch.zeros(7)), lambda i: {}), r"what start of mine .*\(7,\)"),
+    (RewardPreset(dict(nothing=1.), kept, lambda i: None), "what remember of mine returns=None, expected tensors"),
+    (RewardPreset(dict(nothing=1.), kept, lambda i: dict(a=1.)), "what remember of mine returns=.*1.0.*, expected"),
+    (RewardPreset(dict(nothing=1.), kept, lambda i: {}), r"what remember of mine returns=\[\], expected what start")])
+def test_a_preset_is_told_what_its_row_lacks(row, said):
+    def nothing(i):
+        "nothing at all, and of a tensor that has a gradient"
+        return torch.zeros(2, requires_grad=True)
+    reward_term(nothing)
+    PRESETS["mine"] = row
+    try:
+        with pytest.raises(ValueError, match=said): wait(small(reward="mine"))
+        PRESETS["mine"] = RewardPreset(dict(nothing=1.), kept, lambda i: dict(i.state))
+        wait(small(reward="mine"))
+    finally: del PRESETS["mine"], TERMS["nothing"]
+
+
+# --- decisions, metrics and recipes
+
+@pytest.mark.parametrize("decision, said", [
+    (Decision("germinate", "r0c0", "norm", settings=dict(speed=3)), r"settings of germinate=\{'speed': 3\}.*: blend"),
+    (Decision("set_alpha", "r0c0"), r"settings of set_alpha=\{\}, .* by name: target \(needed\), steps"),
+    (Decision("schedule_prune", "r0c0", settings=dict(step=3)), r"settings of schedule_prune.*steps \(needed\)"),
+    (Decision("prune", "r0c0", settings=dict(lanes=[0])), "settings of prune=.*'lanes'")])
+def test_settings_of_a_decision_that_its_verb_does_not_take_are_named(decision, said):
+    pop = new_population("digits_impaired", FitConfig(lanes=2, epochs=1, workers=1))
+    with pytest.raises(ValueError, match=said): list(train.fit(pop, controller=lambda pop, last: [decision, None]))
+    ends = [Decision("germinate", "r0c0", "norm", settings=dict(tempo=3, goal=.5)), None]
+    [result] = train.fit(pop, controller=lambda pop, last: ends)
+    assert [d.ok for d in result.decided] == [True]
+
+
+@pytest.mark.parametrize("metrics, said", [
+    (3, "metrics=3, expected values by name"), ([1.], r"metrics=\[1.0\], expected values by name"),
+    ({3: 1.}, r"names of metrics=\[3\], expected words"), ({" ": 1.}, r"names of metrics=\[' '\], expected words"),
+    (dict(large=10**400), "large=1000.*expected a number, or one of each of the 2 lanes")])
+def test_a_metric_has_a_name_and_a_number(metrics, said, tmp_path):
+    a_run = begin_fit(new_population("digits", FitConfig(lanes=2, epochs=2, workers=1)), tmp_path)
+    for result in a_run.epochs():
+        with pytest.raises(ValueError, match=said): a_run.log(metrics)
+        a_run.log({"acc, %": 97.}, gap=[1., 2.])
+    assert sum(r["kind"] == "metric" and "own.gap" in r for r in a_run.folder.rows()) == 4
+
+
+def test_a_recipe_is_a_function_with_a_name_that_returns_settings():
+    with pytest.raises(ValueError, match="recipe='mine', expected a function with a name"): run.register_recipe("mine")
+    with pytest.raises(ValueError, match="expected a function with a name"): run.register_recipe(lambda: 3)
+    @run.register_recipe
+    def returns_three(): return 3
+    try:
+        with pytest.raises(ValueError, match="what the recipe returns_three returns=3, expected a RunConfig"):
+            get_recipe("returns_three")
+    finally: del run.recipes._recipes["returns_three"] # noqa: SLF001

@@ -82,6 +82,7 @@ def register_operation(
     ValueError
         If the name is taken, or if the row reads a head that does not exist.
     """
+    check(isinstance(row, Operation), "row", row, "an Operation(name, heads, legal, decide, help)")
     check(row.name not in OPERATIONS, "operation", row.name, "a new name")
     check(set(row.heads) < set(HEADS), "heads", row.heads, f"some of {', '.join(HEADS[:-1])}")
     OPERATIONS[row.name] = row
@@ -390,7 +391,8 @@ class GrowthActions:
         view = SlotView(records, self.rules, self.max_seeds, self.repertoire, epoch)
         on_offer = torch.tensor([op in self.repertoire.operations for op in self.ops])[:, None]
         has_blueprint = self.offers.any(-1) | ~self.uses[:, _BLUEPRINT, None] # (O, S)
-        ops = torch.stack([OPERATIONS[op].legal(view) for op in self.ops], 1) & on_offer & has_blueprint
+        where = [_legal_slots(OPERATIONS[op], view, tuple(records.shape[:2])) for op in self.ops]
+        ops = torch.stack(where, 1) & on_offer & has_blueprint
         offers = self.offers.expand(len(ops), -1, -1)
         grid = self._grid(ops, offers)
         choices = grid | (self.resting & ~grid.any(-1, keepdim=True)) # plain agents want no empty head
@@ -471,6 +473,8 @@ class GrowthActions:
         "Apply an action to one lane; an illegal one changes nothing, and the result gives the reason."
         choice, mask = self.decode(action), self.mask(model)[lane] if mask is None else mask
         decision = OPERATIONS[choice.op].decide(choice)
+        check(isinstance(decision, Decision), f"what {choice.op} decides", decision, "a Decision, such as "
+              "Decision('prune', choice.slot)")
         if self.allowed(mask, torch.as_tensor(action)): return apply_decision(model, lane, decision)
         return DecisionResult(lane, decision, False, self.refusal(model, lane, choice))
 
@@ -483,6 +487,14 @@ class GrowthActions:
         return why_not_now(c, states, model.slot(c.slot).blueprints, self.repertoire, self.max_seeds)
 
 # %% ../../nbs/control/46_actions.ipynb #ad2a4ec9
+def _legal_slots(row: Operation, view: SlotView, shape: tuple[int, ...]) -> Tensor: # (n, S) bool
+    "Return where an operation may be done, checked."
+    legal = row.legal(view)
+    good = isinstance(legal, Tensor) and tuple(legal.shape) == shape and legal.dtype == torch.bool
+    said = f"{legal.dtype} {tuple(legal.shape)}" if isinstance(legal, Tensor) else legal
+    check(good, f"what legal of {row.name} returns", said, "a bool for each lane and slot, {}", shape)
+    return legal
+
 def read_actions(
     actions, # (n, K) integers, as array, list or tensor
     space: GrowthActions,

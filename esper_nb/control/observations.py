@@ -119,7 +119,10 @@ class Observation(NamedTuple):
         x = x.double() / (by[self.divisor] if isinstance(self.divisor, str) else self.divisor)
         names = [f.name for f in self.features(v.space)]
         check(x.shape[-1] == len(names), f"columns of {self.name}", x.shape[-1], f"one for each of {', '.join(names)}")
-        return x.clamp(low, high) if unknown is None else torch.where(x.isnan(), unknown, x.clamp(low, high))
+        if unknown is not None: return torch.where(x.isnan(), unknown, x.clamp(low, high))
+        check(not x.isnan().any(), f"values of {self.name}", "NaN", "numbers; where they may be missing, the third of "
+              "range stands for those, as -1 in range=(0., 1., -1.)")
+        return x.clamp(low, high)
 
 def known_column(table: Tensor, name: str) -> Tensor: # (n, S, C) seed states -> (n, S), NaN where not measured
     "Return a field of every seed's state; infinite norms become very large ones."
@@ -139,6 +142,9 @@ def register_observation(
     ValueError
         If the name is taken, or if the value that stands for not measured lies inside the range.
     """
+    check(isinstance(row, Observation), "row", row, "an Observation(name, unit, range, help, read)")
+    check(isinstance(row.range, tuple) and len(row.range) == 3, f"range of {row.name}", row.range,
+          "three numbers: the least, the largest, and what stands for not measured, or None")
     low, high, unknown = row.range
     check(row.name not in OBSERVATIONS, "observation", row.name, "a new name")
     known = callable(row.read) or row.read in COLUMNS

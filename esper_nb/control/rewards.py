@@ -10,9 +10,11 @@ __all__ = ['RewardState', 'TERMS', 'PRESETS', 'RewardConfig', 'Transition', 'Rew
            'occupied_size']
 
 # %% ../../nbs/control/49_rewards.ipynb #19a86f02
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -35,8 +37,13 @@ class RewardConfig(Config):
 
     def __post_init__(self):
         check(self.preset in PRESETS, "preset", self.preset, f"one of {', '.join(PRESETS)}")
-        unknown = [k for k in PRESETS[self.preset].weights if k not in TERMS]
+        row = PRESETS[self.preset]
+        check(isinstance(row, RewardPreset), f"preset {self.preset}", row, "a RewardPreset(weights, start, remember)")
+        unknown = [k for k in row.weights if k not in TERMS]
         check(not unknown, f"terms of {self.preset}", unknown, f"some of {', '.join(TERMS)}: reward_term adds one")
+        weighed = all(isinstance(w, Real) and math.isfinite(w) for w in row.weights.values())
+        check(weighed and len(row.weights) > 0, f"weights of {self.preset}", dict(row.weights), "a finite number for "
+              "each term, and at least one")
 
 # %% ../../nbs/control/49_rewards.ipynb #4ce04241
 class Transition(NamedTuple):
@@ -73,6 +80,7 @@ def reward_term(f: Callable[[RewardInputs], Tensor]) -> Callable[[RewardInputs],
     ValueError
         If there is a term of this name, or the function has no docstring.
     """
+    check(hasattr(f, "__name__"), "term", f, "a function of RewardInputs that returns (n,) numbers")
     name = f.__name__.removeprefix("_")
     check(name not in TERMS, "term", name, "a new name")
     stripped = sys.flags.optimize > 1 # by `python -OO`
@@ -119,7 +127,15 @@ def start_rewards(
     table: Tensor, # (n, S, C) seed states as the episodes begin
 ) -> RewardState:
     "Return the state of the terms at the start of an episode in every lane."
-    return PRESETS[config.preset].start(table)
+    return _checked_state("start", config, PRESETS[config.preset].start(table), len(table))
+
+def _checked_state(which: str, config: RewardConfig, state: RewardState, n: int) -> RewardState: # of n lanes
+    "Return what the terms remember, checked; which: `start` or `remember`."
+    tensors = isinstance(state, Mapping) and all(isinstance(v, Tensor) for v in state.values())
+    said = {k: tuple(v.shape) for k, v in state.items()} if tensors else state
+    check(tensors and all(v.shape[:1] == (n,) for v in state.values()), f"what {which} of {config.preset} returns",
+          said, "tensors by name, of {} lanes each, such as dict(loss=torch.ones({})), or an empty dict()", n, n)
+    return state
 
 def _paid(name: str, inputs: RewardInputs, n: int) -> Tensor: # (n,)
     "Return what a term pays each of n lanes, checked."
@@ -130,7 +146,7 @@ def _paid(name: str, inputs: RewardInputs, n: int) -> Tensor: # (n,)
     odd = (~paid.isfinite() & inputs.transition.step.active).nonzero().flatten().tolist()
     check(not odd, f"what the term {name} pays lanes {odd}", paid[odd].tolist(), "finite numbers; a loss may be "
           "infinite and an accuracy NaN: nan_to_num or clamp bounds them")
-    return paid
+    return paid.detach()
 
 def compute_reward(
     config: RewardConfig,
@@ -145,7 +161,10 @@ def compute_reward(
     terms = {k: torch.where(s.active & ~s.rolled_back, v, 0.) for k, v in terms.items()}
     terms["rollback"] = torch.where(s.rolled_back, undone, 0.)
     total = torch.where(s.rolled_back, undone, torch.where(s.active, total, 0.))
-    return Reward(total, terms, merge_lanes(s.active, preset.remember(inputs), state))
+    after = _checked_state("remember", config, preset.remember(inputs), len(s.active))
+    check(after.keys() == state.keys(), f"what remember of {config.preset} returns", sorted(after),
+          f"what start gives: {', '.join(sorted(state))}")
+    return Reward(total, terms, merge_lanes(s.active, after, state))
 
 # %% ../../nbs/control/49_rewards.ipynb #56439ff6
 class RewardBreakdown(NamedTuple):

@@ -17,7 +17,8 @@ from typing import Annotated, NamedTuple, Protocol
 from torch import Tensor
 
 from ..core import Config, Count, NonNegative, Positive, Range, Share, Whole, check
-from ..grow import LIVE, Decision, DecisionResult, Gates, Growing, RampMode, Rules, SeedState, Stage
+from ..grow import (
+    LIVE, Decision, DecisionResult, Gates, Growing, RampMode, Rules, SeedState, Stage, as_decisions)
 from ..train import SIGNALS, EpochResult, Population
 from .actions import GrowthActions, as_choice
 
@@ -258,6 +259,8 @@ class GerminationRule(Memoryless):
     def act(self, v: View) -> Decision:
         "Return the germination, or the next move of the first seed that has one."
         germination = self.choose(v)
+        check(germination is None or isinstance(germination, Decision), "what choose returns", germination,
+              "a Decision to germinate, such as Decision('germinate', slot, blueprint), or None")
         if germination is not None and germination.verb != "wait": return germination
         for slot, s in v.slots.items():
             if s.stage not in LIVE or s.frozen or s.mode != RampMode.HOLD: continue
@@ -305,7 +308,7 @@ def encode_decision(
     decision: Decision | Sequence[Decision] | None, # of a rule for one lane; None: wait
 ) -> tuple[Decision, Tensor]: # and (K,) int64
     "Return a rule's decision, and the corresponding action."
-    each = [decision] if isinstance(decision, Decision) else list(decision or ())
+    each = as_decisions(decision, "a rule")
     expected = "one for each lane and step: the environment carries out one operation at a time"
     check(len(each) <= 1, "decisions", len(each), expected)
     one = each[0] if each else Decision()

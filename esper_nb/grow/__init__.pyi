@@ -27,7 +27,7 @@ from .lifecycle import (MOVES as MOVES, UPWARD as UPWARD, ACTIVE as ACTIVE, LIVE
 from .models import (MAX_BRANCHES as MAX_BRANCHES, DECISION_VERBS as DECISION_VERBS, refuse_shards as refuse_shards,
     Growing as Growing, GrowingModel as GrowingModel, combinations_of as combinations_of,
     ParameterCounts as ParameterCounts, Status as Status, Decision as Decision, DecisionResult as DecisionResult,
-    apply_decision as apply_decision, apply_decisions as apply_decisions)
+    apply_decision as apply_decision, as_decisions as as_decisions, apply_decisions as apply_decisions)
 from .module_hosts import (LABELLED_TOKENS as LABELLED_TOKENS, HostConfig as HostConfig, READS as READS,
     LAYOUTS as LAYOUTS, FIRST_AXIS as FIRST_AXIS, LAST_AXIS as LAST_AXIS, AttachedModel as AttachedModel,
     attach_slots as attach_slots, ModuleHostConfig as ModuleHostConfig, PickOutput as PickOutput, Place as Place,

@@ -102,13 +102,13 @@ def forget_blueprint(
 def _options(name: str, build: Callable[..., nn.Module]) -> tuple[str, ...]:
     "Return the names of a builder's options; it must take channels and lanes, and require nothing else."
     check(callable(build), f"blueprint {name}", build, "a function or class: build(channels, lanes, **options)")
-    first, *rest = inspect.signature(build).parameters.values()
+    taken = [*inspect.signature(build).parameters.values()]
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    good = [p.kind in by_place for p in (first, *rest[:1])] == [True, True]
-    needed = [p.name for p in rest[1:] if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    check(good and not needed, f"arguments of {name}", [first.name, *(p.name for p in rest)],
+    good = [p.kind in by_place for p in taken[:2]] == [True, True]
+    needed = [p.name for p in taken[2:] if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    check(good and not needed, f"arguments of {name}", [p.name for p in taken],
           "channels, lanes, and options that all have a default")
-    return tuple(p.name for p in rest[1:])
+    return tuple(p.name for p in taken[2:])
 
 # %% ../../nbs/grow/20_blueprints.ipynb #9da97364
 def list_blueprints(

@@ -6,9 +6,10 @@ Docs: https://esper-nb.github.io/esper_nb/grow/models.html.md"""
 
 # %% auto #0
 __all__ = ['MAX_BRANCHES', 'DECISION_VERBS', 'refuse_shards', 'Growing', 'GrowingModel', 'combinations_of', 'ParameterCounts',
-           'Status', 'Decision', 'DecisionResult', 'apply_decision', 'apply_decisions']
+           'Status', 'Decision', 'DecisionResult', 'apply_decision', 'as_decisions', 'apply_decisions']
 
 # %% ../../nbs/grow/25_models.ipynb #f59bbfd0
+import inspect
 import itertools
 import sys
 import warnings
@@ -523,6 +524,7 @@ def apply_decision(model: Growing, lane: int, d: Decision) -> DecisionResult:
         germinate=model.germinate, advance=model.advance, set_alpha=model.set_alpha, prune=model.prune,
         schedule_prune=model.schedule_prune, fossilize=model.fossilize)
     settings = dict(d.settings)
+    _check_settings(d, verbs[d.verb], getattr(slot, d.verb))
     if d.verb == "germinate":
         check(d.blueprint in slot.blueprints, "blueprint", d.blueprint, f"one of {', '.join(slot.blueprints)}")
         settings["blueprint"] = d.blueprint
@@ -530,6 +532,26 @@ def apply_decision(model: Growing, lane: int, d: Decision) -> DecisionResult:
     except (RuntimeError, ValueError) as e: return DecisionResult(lane, d, False, str(e))
     if not verdicts: return DecisionResult(lane, d, True, "")
     return DecisionResult(lane, d, verdicts[lane].passed or bool(settings.get("force")), verdicts[lane].message)
+
+def _check_settings(d: Decision, *methods: Callable): # methods: of the model and of the slot, which it passes on to
+    "Raise for settings that the verb does not take, and for those that it needs and lacks."
+    taken = {k: p.default is p.empty for method in methods for k, p in inspect.signature(method).parameters.items()
+             if k not in ("slot", "blueprint", "lanes", "evaluate") and p.kind != p.VAR_KEYWORD} # name -> needed
+    fits = d.settings.keys() <= taken.keys() and {k for k, needed in taken.items() if needed} <= d.settings.keys()
+    check(fits, f"settings of {d.verb}", dict(d.settings), "arguments of it by name: {}",
+          ", ".join(f"{k} (needed)" if needed else k for k, needed in taken.items()))
+
+def as_decisions(
+    given: object, # what a rule has decided: a Decision, several in a list, or None
+    of: str, # whose decision it is, for the message
+) -> list[Decision]:
+    "Return the decisions for one lane; raise for what is none."
+    if isinstance(given, Decision): return [given]
+    each = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else \
+        [] if given is None else [given]
+    check(all(isinstance(d, Decision) for d in each), f"decision of {of}", given, "a Decision, such as "
+          "Decision('germinate', slot, blueprint), several in a list, or None")
+    return each
 
 def apply_decisions(
     model: Growing, # n lanes
@@ -542,10 +564,5 @@ def apply_decisions(
     check(len(decisions) == model.lanes, "decisions", len(decisions), f"one entry for each of {model.lanes} lanes")
     results = []
     for i, given in enumerate(decisions):
-        several: Iterable = given if isinstance(given, Iterable) and not isinstance(given, Decision) else \
-            [] if given is None else [given]
-        wrong = [d for d in several if not isinstance(d, Decision)] if not isinstance(several, str) else [several]
-        check(not wrong, f"decision of lane {i}", given, "a Decision, such as Decision('germinate', slot, blueprint), "
-              "several in a list, or None")
-        results += [apply_decision(model, i, d) for d in several if d.verb != "wait"]
+        results += [apply_decision(model, i, d) for d in as_decisions(given, f"lane {i}") if d.verb != "wait"]
     return tuple(results)

@@ -32,7 +32,7 @@ from esper_nb.train import (
 from ..record import (
     ResumableRun, Row, RunFolder, check_contract, check_trackers, closing_table, new_run, open_folder,
     population_rows, run_origin, run_rows, save_tensors, test_rows)
-from ..show import own_rows
+from ..show import named_metrics, own_rows
 from .plugins import loaded_plugins, open_settings
 from .recipes import command_words
 
@@ -266,7 +266,7 @@ class FitRun(ResumableRun):
         if not self.recorders: raise RuntimeError("log: the run does not train now; call it in a loop over `epochs`")
         epochs = int(pop.epoch.max())
         step = epochs * (pop.data.num_train // pop.batch_size)
-        self.record(own_rows({**metrics, **values}, pop.lanes, epoch=epochs - 1, step=step))
+        self.record(own_rows(named_metrics(metrics, values), pop.lanes, epoch=epochs - 1, step=step))
 
     def drive(self,
         progress: bool = True, # draw a progress bar

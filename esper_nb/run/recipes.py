@@ -67,7 +67,8 @@ _recipes: dict[str, Callable[[], RunConfig]] = {}
 
 def register_recipe(make: Callable[[], RunConfig]) -> Callable[[], RunConfig]: # the function itself
     "Register a recipe under the name of its function."
-    name = make.__name__.removeprefix("_")
+    name = str(getattr(make, "__name__", "")).removeprefix("_")
+    check(callable(make) and name.isidentifier(), "recipe", make, "a function with a name, which returns a RunConfig")
     check(name not in _recipes, "recipe", name, "a new name")
     _recipes[name] = make
     return make
@@ -164,7 +165,10 @@ def _named_recipe(name: str) -> RunConfig: # of a recipe, or of a task
     seek_in_plugins(str(name), known)
     names = sorted({*_recipes, *list_tasks()})
     check(known(name), "recipe", name, one_of(name, names))
-    if name in _recipes: return _recipes[name]()
+    if name in _recipes:
+        made = _recipes[name]()
+        check(isinstance(made, RunConfig), f"what the recipe {name} returns", made, "a RunConfig(name, env, ppo)")
+        return made
     return RunConfig(name, _hosts(name, 16), _ppo(get_task(name).epochs, 50))
 
 def get_recipe(

@@ -12,7 +12,8 @@ from .history import (AXES as AXES, ACTIONS as ACTIONS, LIMITS as LIMITS, CURVE_
     provoked_by as provoked_by, ReportPlaces as ReportPlaces, FaultLog as FaultLog, History as History,
     lane_limits as lane_limits, SlotState as SlotState, slot_codes as slot_codes, decode_slots as decode_slots,
     StateLayout as StateLayout, controller_curves as controller_curves, controller_point as controller_point,
-    seed_lines as seed_lines, metric_point as metric_point, own_rows as own_rows, logged_metrics as logged_metrics)
+    seed_lines as seed_lines, metric_point as metric_point, named_metrics as named_metrics, own_rows as own_rows,
+    logged_metrics as logged_metrics)
 from .live import (session_status as session_status, session_header as session_header, stage_entry as stage_entry,
     ReaderPosition as ReaderPosition, Packet as Packet, session_packet as session_packet,
     operation_probabilities as operation_probabilities, probabilities_html as probabilities_html, Pacer as Pacer,

@@ -8,8 +8,8 @@ Docs: https://esper-nb.github.io/esper_nb/show/history.html.md"""
 __all__ = ['AXES', 'ACTIONS', 'LIMITS', 'CURVE_COLUMNS', 'MOST_METRICS', 'DownsampledSeries', 'keep_later', 'keep_last_known',
            'Note', 'FaultMark', 'Incident', 'incident_from_report', 'restored_level', 'recovered_at', 'provoked_by',
            'ReportPlaces', 'FaultLog', 'History', 'lane_limits', 'SlotState', 'slot_codes', 'decode_slots',
-           'StateLayout', 'controller_curves', 'controller_point', 'seed_lines', 'metric_point', 'own_rows',
-           'logged_metrics']
+           'StateLayout', 'controller_curves', 'controller_point', 'seed_lines', 'metric_point', 'named_metrics',
+           'own_rows', 'logged_metrics']
 
 # %% ../../nbs/show/80_history.ipynb #5e93e933
 import threading
@@ -616,9 +616,21 @@ def metric_point(
     "Convert the value of a metric; raise `ValueError` if it is neither a number nor one of every lane."
     if hasattr(value, "detach"): value = value.detach().cpu()
     try: point = np.atleast_1d(np.asarray(np.nan if value is None else value, float))
-    except (TypeError, ValueError): point = np.zeros((0, 0))
+    except (TypeError, ValueError, OverflowError): point = np.zeros((0, 0))
     check(point.shape in ((1,), (lanes,)), name, value, f"a number, or one of each of the {lanes} lanes")
     return point
+
+def named_metrics(
+    metrics: Any, # in a dictionary
+    values: Mapping[str, Any], # given by name
+) -> dict[str, Any]: # of both
+    "Return metrics of the user's by name; raise for what is no dictionary, or no name."
+    check(isinstance(metrics, Mapping), "metrics", metrics,
+          "values by name, such as log({'acc, %': 97.}) or log(acc=97.)")
+    found = {**metrics, **values}
+    odd = [k for k in found if not isinstance(k, str) or not k.strip()]
+    check(not odd, "names of metrics", odd, "words, such as 'accuracy'")
+    return found
 
 def own_rows(
     values: Mapping[str, Any], # name -> number, or (n,) one of every lane

@@ -31,7 +31,7 @@ from ..grow import (
 from ..train import Population
 from ..record import (
     JSONLWriter, Notices, Notify, RunFolder, load_checkpoint, new_run, run_origin, save_checkpoint)
-from .history import History, Incident, Note, own_rows
+from .history import History, Incident, Note, named_metrics, own_rows
 from .sources import WAITING, PopulationSource, Source
 
 # %% ../../nbs/show/81_session.ipynb #216493eb
@@ -206,7 +206,7 @@ class Session:
         **values: Any, # name -> number, or (n,) one of every lane; at most 64 names
     ) -> None:
         "Record metrics of your own at the newest batch: they are shown, drawn as a second curve, and saved as rows."
-        values = {**metrics, **values}
+        values = named_metrics(metrics, values)
         self.history.log(values)
         self.history.recorder.add(own_rows(values, self.source.lanes, step=self.history.x))
 
