@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -547,7 +547,7 @@ def as_decisions(
 ) -> list[Decision]:
     "Return the decisions for one lane; raise for what is none."
     if isinstance(given, Decision): return [given]
-    each = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else \
+    each: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else \
         [] if given is None else [given]
     check(all(isinstance(d, Decision) for d in each), f"decision of {of}", given, "a Decision, such as "
           "Decision('germinate', slot, blueprint), several in a list, or None")
