@@ -10,16 +10,18 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from PIL import Image
 from torch import nn
 
+import esper_nb.learn as learn
 import esper_nb.record as record
 import esper_nb.run as run
 import esper_nb.train as train
 from esper_nb import (
-    FitConfig, Learner, ModuleHostConfig, PolicyConfig, PPOConfig, begin_fit, begin_run, explore_host, get_recipe,
-    new_population, train_ppo)
+    FitConfig, Learner, ModuleHostConfig, PolicyConfig, PPOConfig, attach_slots, begin_fit, begin_run, explore_host,
+    export_model, get_recipe, new_population, train_ppo)
 from esper_nb.control import (
     OBSERVATIONS, OPERATIONS, OPS, PRESETS, TERMS, Choice, GrowVecEnv, Observation, Operation, Repertoire, RewardConfig,
-    RewardPreset, register_observation, register_operation, reward_term)
+    RewardPreset, register_observation, register_operation, reward_term, sb3_env)
 from esper_nb.grow import Decision, SeedState, Stage, blueprint
+from esper_nb.learn import BestPolicy
 from esper_nb.run import RulePlayer, as_player
 from test_rewards import play
 
@@ -200,12 +202,14 @@ def pictures(root, shade=200):
 
 def test_pictures_that_have_no_class_are_not_left_out_in_silence(tmp_path):
     stray = pictures(tmp_path/"in")/"stray.png"
-    (tmp_path/"in"/"README.md").write_text("of whoever took them")
+    for name in ("README.md", "._a.png"): (tmp_path/"in"/name).write_text("of whoever took them, and of a Mac")
     assert train.task_from_folder(tmp_path/"in").notes == ()
     Image.new("L", (8, 8)).save(stray)
     with pytest.raises(ValueError, match=r"beside the folders=\['stray.png'\], expected none; put them into"):
         train.task_from_folder(tmp_path/"in")
     with pytest.raises(ValueError, match="if .*in holds the classes, name that one"): train.task_from_folder(tmp_path)
+    with pytest.raises(ValueError, match=r"folders in .*=\[\], expected one for each class"):
+        train.task_from_folder(tmp_path/"in"/"a")
 
 
 def test_pictures_that_are_nearly_black_are_told(tmp_path):
@@ -349,3 +353,46 @@ def test_a_recipe_is_a_function_with_a_name_that_returns_settings():
         with pytest.raises(ValueError, match="what the recipe returns_three returns=3, expected a RunConfig"):
             get_recipe("returns_three")
     finally: del run.recipes._recipes["returns_three"] # noqa: SLF001
+
+
+# --- learners
+
+def learner_of(num_envs=2, num_steps=4):
+    settings = PPOConfig(num_steps=num_steps, num_updates=2, num_minibatches=1)
+    return Learner(gym.make_vec("CartPole-v1", num_envs=num_envs), settings, PolicyConfig(hidden=8, features=(8,)))
+
+def stepped(learner):
+    learner.step()
+    return learner
+
+@pytest.mark.parametrize("state, said", [
+    (lambda: None, "state=None, expected what `state_dict` of a Learner returned"),
+    (lambda: nn.Linear(2, 2).state_dict(), r"state=\['bias', 'weight'\], expected what"),
+    (lambda: learner_of(3).state_dict(), r"'observations': \(\(3, 4\), \(2, 4\)\)"),
+    (lambda: Learner(gym.make_vec("Acrobot-v1", num_envs=2), PPOConfig(num_steps=4, num_minibatches=1), PolicyConfig(
+        hidden=8, features=(8,))).state_dict(), r"'logits_weight': \(.*expected the same in both"),
+    (lambda: stepped(learner_of(num_steps=5)).state_dict(), r"'rollout': \(\(5, 2, 4\), \(4, 2, 4\)\)")])
+def test_a_state_of_another_learner_changes_nothing(state, said):
+    one, two = learner_of(), learner_of()
+    with pytest.raises(ValueError, match=said): one.load_state_dict(state())
+    assert list(train_ppo(one)) == list(train_ppo(two))
+
+
+@pytest.mark.parametrize("call, said", [
+    (lambda: list(train_ppo(None)), "learner=None, expected a Learner"),
+    (lambda: list(train_ppo(learner_of(), best=3)), r"best=3, expected a BestPolicy\(envs\), or None"),
+    (lambda: BestPolicy(None), "envs='NoneType', expected a vector environment"),
+    (lambda: learn.play(None, gym.make_vec("CartPole-v1", num_envs=2)), "policy=None, expected a Learner"),
+    (lambda: learn.play(learner_of(), gym.make_vec("CartPole-v1", num_envs=2), 0), "episodes=0, expected a whole"),
+    (lambda: run.growth_rule(3), "rule=3, expected one of PPO"),
+    (lambda: sb3_env(3), "envs='int', expected a vector environment")])
+def test_what_is_no_learner_policy_or_rule_is_refused_by_name(call, said):
+    with pytest.raises(ValueError, match=said): call()
+
+
+@pytest.mark.parametrize("example, said", [
+    (torch.ones(1, 3), r"example=\(1, 3\), expected a batch that one lane takes; it raised RuntimeError"),
+    (None, r"example=NoneType, expected a batch that one lane takes; it raised TypeError")])
+def test_an_export_names_an_example_that_the_network_does_not_take(example, said):
+    model = attach_slots(nn.Sequential(nn.Linear(2, 4)), ["0"], torch.ones(1, 2), layouts={"0": "BD"})
+    with pytest.raises(ValueError, match=said): export_model(model, 0, example)

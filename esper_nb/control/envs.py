@@ -646,6 +646,7 @@ def sb3_env(
     ValueError
         If the environment is not in the mode SameStep.
     """
+    check(hasattr(envs, "num_envs"), "envs", type(envs).__name__, "a vector environment, such as GrowVecEnv(...)")
     mode, vec_env = AutoresetMode(envs.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)), _need_sb3()
     check(mode == AutoresetMode.SAME_STEP, "autoreset_mode", mode.value,
           "'SameStep': the step that ends an episode returns the first observation of the next one")

@@ -33,6 +33,16 @@ from .module_hosts import AttachedModel, Call, ModuleHost, PickOutput, from_slot
 from .slots import Role, Slot, as_lanes, evaluating, find_roles
 
 # %% ../../nbs/grow/27_export.ipynb #84c02d2d
+def _taking(one: Growing) -> Callable[..., Any]: # one lane of the model
+    "Return a network that says so where it does not take its example."
+    def run(*x):
+        try: return one(*x)
+        except (LookupError, RuntimeError, TypeError) as e:
+            given = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else type(v).__name__ for v in x)
+            raise ValueError(f"example={given}, expected a batch that one lane takes; it raised {type(e).__name__}: "
+                             f"{e}") from e
+    return run
+
 def export_model(
     model: Growing, # not changed
     lane: int = 0, # which of its lanes
@@ -82,7 +92,7 @@ def export_model(
     else: net = _traced(_Walk(plain_module(one.host), forms))
     check_finite(net)
     def same_output(*x): return net(*map(read, x)) if output is None else net(*map(read, x))[output]
-    if example: check_same("the network", same_output, take(), example)
+    if example: check_same("the network", same_output, _taking(take()), example)
     return net.eval()
 
 # %% ../../nbs/grow/27_export.ipynb #34c81f37
@@ -332,7 +342,7 @@ def check_same(
     tolerance: float = 1e-5, # largest difference, relative to the largest output
 ):
     "Raise a `RuntimeError` unless two networks give the same outputs."
-    with torch.no_grad(): mine, theirs = _outputs(plain(*example)), _outputs(kept(*example))
+    with torch.no_grad(): theirs, mine = _outputs(kept(*example)), _outputs(plain(*example))
     check(len(mine) == len(theirs), f"{name}: outputs", len(mine), f"{len(theirs)}, as many as before")
     off = max((float((a - b).abs().max() / b.abs().max().clamp(min=1e-12)) for a, b in zip(mine, theirs)), default=0.)
     if not off <= tolerance:

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -396,7 +396,13 @@ class Learner:
         Either may come first. If nobody restores them before the next step, their episodes begin anew, and a warning
         says so. Only an environment with a `load_state_dict` of your own is taken as it is: nobody knows when that
         was called.
+
+        Raises
+        ------
+        ValueError
+            If it is no state of a learner, or of one with other shapes; nothing has changed then.
         """
+        self._check_state(state)
         base, progress, stream = self.stream.envs.unwrapped, state["progress"], state["stream"]
         own = hasattr(base, "load_state_dict") and not hasattr(type(base), "restored") # ours leave a mark
         stayed = self.rollout is not None and not self.waits and torch.equal(self.stream.obs, stream["obs"].cpu())
@@ -411,6 +417,23 @@ class Learner:
         for k in self._counters: setattr(self, k, progress[k])
         self.progress = UpdateProgress.of(progress, state["rollout"].get("variance"))
         r.load_state_dict(state["rollout"])
+
+    def _check_state(self, state: Any) -> None:
+        "Raise a `ValueError` for a state that is not of such a learner, before anything of it is loaded."
+        needed = {*self._modules, "state", "stream", "rollout", "progress"}
+        given = sorted(map(str, state)) if isinstance(state, Mapping) else state
+        check(isinstance(state, Mapping) and needed <= state.keys(), "state", given, "what `state_dict` of a Learner "
+              "returned, which has weights, optimizer, rollout and more")
+        here = {k: tuple(v.shape) for k, v in self.policy.state_dict().items()}
+        here |= {"memory": tuple(self.state.shape), "observations": (self.n, self.stream.width)}
+        saved = {k: tuple(v.shape) for k, v in state["policy"].items()}
+        saved |= {"memory": tuple(state["state"].shape), "observations": tuple(state["stream"]["obs"].shape)}
+        if "obs" in state["rollout"]:
+            here["rollout"] = (self.config.num_steps, self.n, self.stream.width)
+            saved["rollout"] = tuple(state["rollout"]["obs"].shape)
+        wrong = {k: (saved.get(k), here.get(k)) for k in saved | here if saved.get(k) != here.get(k)}
+        check(not wrong, "shapes (saved, here)", wrong, "the same in both; make the learner with the settings and "
+              "environments that the saved one had")
 
     def _begin_if_not_restored(self, rollout: Rollout) -> None:
         "Begin all episodes anew, with a warning, unless the environments were restored."
@@ -521,6 +544,7 @@ class BestPolicy:
         episodes: int = 20, # of a look
         seed: int = 10**6, # of the episodes, the same in every look
     ):
+        EnvStream(envs) # raises for what are no environments
         self.envs, self.seed = envs, seed
         self.every, self.episodes = check_count("every", every), check_count("episodes", episodes)
         self.update = 0 # of the best one; 0: none yet
@@ -624,6 +648,8 @@ def train_ppo(
     >>> [(u.update, u.env_steps) for u in train_ppo(learner)]
     [(1, 8), (2, 16)]
     """
+    check(isinstance(learner, Learner), "learner", learner, "a Learner, such as Learner(envs)")
+    check(best is None or hasattr(best, "look"), "best", best, "a BestPolicy(envs), or None")
     c = learner.config
     last = c.num_updates if updates is None else learner.update + check_count("updates", updates)
     check(last <= c.num_updates or c.lr_final > 0, "updates", updates,

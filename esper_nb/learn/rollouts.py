@@ -19,7 +19,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 from torch import Tensor
 
-from ..core import check, send
+from ..core import check, check_count, send
 from .distributions import ActionHeads, acting_noise, to_env
 
 # %% ../../nbs/learn/62_rollouts.ipynb #131193c6
@@ -465,6 +465,8 @@ def play(
     device: str | torch.device = "cpu",
 ) -> list[float]: # their returns
     "Evaluate a policy on whole episodes without learning, and return their returns: the first few of every lane."
+    check(hasattr(policy, "act") or hasattr(policy, "policy"), "policy", policy, "a Learner, or its policy")
+    check_count("episodes", episodes)
     if not hasattr(policy, "act"): policy = policy.policy
     view = view or getattr(policy, "view", None) or (lambda obs: obs)
     s, block, t = EnvStream(envs, device), 256, 0

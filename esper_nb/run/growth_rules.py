@@ -118,6 +118,7 @@ def growth_rule(
     >>> growth_rule("wait").name, growth_rule("PPO").help
     ('wait-only', 'learn by PPO from all epochs')
     """
+    check(isinstance(name, str), "rule", name, one_of(name, GROWTH_RULES))
     def named() -> list[str]: return [k for k in GROWTH_RULES if name and k.lower().startswith(name.lower())]
     seek_in_plugins(name, lambda name: bool(named()))
     if name in GROWTH_RULES: return GROWTH_RULES[name]

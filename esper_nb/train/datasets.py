@@ -246,9 +246,6 @@ def picture_files(path: str | Path) -> list[tuple[Path, str]]: # (file, class), 
     root = as_path(path, "path", "a folder with a folder of pictures for each class, such as 'pictures'")
     if not root.is_dir(): raise FileNotFoundError(f"{root} is not a folder, expected one with a folder for each class")
     folders = sorted(d for d in root.iterdir() if d.is_dir() and not d.name.startswith((".", "__MACOSX")))
-    beside = [f.name for f in sorted(root.iterdir()) if f.suffix.lower() in PICTURES and f.is_file()]
-    check(not beside, f"pictures in {root} beside the folders", beside[:3], "none; put them into the folder of their "
-          "class, or move them away")
     found = [(f, d.name) for d in folders for f in sorted(d.iterdir())
              if not f.name.startswith(".") and f.name.lower() not in _of_systems]
     deeper = [d for d in folders if any(f.is_dir() for f, k in found if k == d.name)]
@@ -256,6 +253,10 @@ def picture_files(path: str | Path) -> list[tuple[Path, str]]: # (file, class), 
           "pictures in the folder of each class; if {} holds the classes, name that one, else move its folders away",
           *deeper[:1])
     check(len(folders) > 1, f"folders in {root}", [d.name for d in folders], "one for each class, and at least two")
+    beside = [f.name for f in sorted(root.iterdir())
+              if f.suffix.lower() in PICTURES and f.is_file() and not f.name.startswith(".")]
+    check(not beside, f"pictures in {root} beside the folders", beside[:3], "none; put them into the folder of their "
+          "class, or move them away")
     empty = [d for d in folders if d.name not in {k for _, k in found}]
     strange = [str(f.relative_to(root)) for f, _ in found if f.suffix.lower() not in PICTURES or not f.is_file()]
     refuse([*(f"pictures in {d}=0, expected some; put pictures there or delete the folder" for d in empty),
