@@ -320,6 +320,14 @@ def _padded(x: Tensor, width: int) -> Tensor: # (..., A) with False behind
 def _pick(x: Tensor, at: Tensor) -> Tensor: # (..., J, A) and (...) numbers below J -> (..., A)
     return x.gather(-2, at[..., None, None].expand(*at.shape, 1, x.shape[-1])).squeeze(-2)
 
+def _legal_slots(row: Operation, view: SlotView, shape: tuple[int, ...]) -> Tensor: # (n, S) bool
+    "Return where an operation may be done, checked."
+    legal = row.legal(view)
+    good = isinstance(legal, Tensor) and tuple(legal.shape) == shape and legal.dtype == torch.bool
+    said = f"{legal.dtype} {tuple(legal.shape)}" if isinstance(legal, Tensor) else legal
+    check(good, f"what legal of {row.name} returns", said, "a bool for each lane and slot, {}", shape)
+    return legal
+
 _OP, _SLOT, _BLUEPRINT = (HEADS.index(h) for h in ("op", "slot", "blueprint"))
 
 class GrowthActions:
@@ -487,14 +495,6 @@ class GrowthActions:
         return why_not_now(c, states, model.slot(c.slot).blueprints, self.repertoire, self.max_seeds)
 
 # %% ../../nbs/control/46_actions.ipynb #ad2a4ec9
-def _legal_slots(row: Operation, view: SlotView, shape: tuple[int, ...]) -> Tensor: # (n, S) bool
-    "Return where an operation may be done, checked."
-    legal = row.legal(view)
-    good = isinstance(legal, Tensor) and tuple(legal.shape) == shape and legal.dtype == torch.bool
-    said = f"{legal.dtype} {tuple(legal.shape)}" if isinstance(legal, Tensor) else legal
-    check(good, f"what legal of {row.name} returns", said, "a bool for each lane and slot, {}", shape)
-    return legal
-
 def read_actions(
     actions, # (n, K) integers, as array, list or tensor
     space: GrowthActions,
