@@ -6,7 +6,7 @@ Docs: https://esper-nb.github.io/esper_nb/guard/health.html.md"""
 
 # %% auto #0
 __all__ = ['LASTS', 'JUMP', 'STILL_NEAR', 'SEEN', 'LIKE', 'LONG', 'MADE', 'TINY', 'MEANS', 'STEEP', 'UNUSED', 'SETTLED', 'RAISED',
-           'LEAP', 'GROWN', 'HUGE', 'SWOLLEN', 'ABSURD', 'OFTEN', 'SHARE', 'AT_ONCE', 'SOON', 'StateHealth', 'Bands',
+           'LEAP', 'GROWN', 'HUGE', 'SWOLLEN', 'ABSURD', 'OFTEN', 'SHARE', 'AT_ONCE', 'FELT', 'StateHealth', 'Bands',
            'BufferBands', 'PlainState', 'LossCourse', 'length_of_moments', 'beyond_squares', 'beyond_gradients',
            'Means', 'Sign', 'Signs', 'is_steep', 'Leap', 'RateCourse', 'other_optimizers', 'forget_ruined',
            'UpdateWatch', 'Beside', 'StateJudge']
@@ -790,7 +790,7 @@ ABSURD = 1e18 # the same without one that was seen: one flipped bit of the expon
 OFTEN = 32 # updates that were left out, after which somebody should know,
 SHARE = .1 # if that is at least this share of them
 AT_ONCE = 2 # losses after a rollback that show what the first step from there has done
-SOON = 4 # batches after something was done to a run in which what follows from it can show
+FELT = 4 # batches after something was done to a run in which what follows from it can show
 
 def _end(patience: int, config: GovernorConfig) -> int: # losses
     return max(patience, 1) * (config.rollbacks + 1) # that all rollbacks of the budget would take
@@ -890,7 +890,7 @@ class StateJudge:
     def _was_begun(self, batch: int) -> bool: # of the first loss in a row that is not finite
         "Whether something was done to the run right before, so that weights which are still finite may be the reason."
         sign = self.updates.latest_between(self.run.good.at().batch, batch - 1)
-        return sign is not None and batch - sign.batch <= SOON
+        return sign is not None and batch - sign.batch <= FELT
 
     def in_vain(self, m: Moment, patience: int, config: GovernorConfig) -> Moment:
         "Return what is known of a loss that is not finite, and the only action that is left where no rollback helps."
