@@ -67,6 +67,32 @@ def test_a_layer_changed_since_the_good_state_keeps_its_mask_or_is_whole_again(c
     if prune.is_pruned(net): assert (net.weight == 0).sum() == 16 == (net.weight_mask == 0).sum()
     else: assert net.weight is dict(net.named_parameters())["weight"] and hasattr(net, "kept") == ("zeros" in says)
 
+class Ranged(nn.Linear):
+    "Keeps the range of its inputs, as an observer of quantisation does: each pass puts a new tensor in the buffer."
+    def __init__(self):
+        super().__init__(4, 8)
+        self.register_buffer("most", torch.zeros(()))
+        self.register_buffer("latest", None)
+
+    def forward(self, x):
+        if self.training: self.most, self.latest = torch.maximum(self.most, x.abs().max()), x[:len(x) // 2].detach()
+        return super().forward(x)
+
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_buffers_that_each_pass_assigns_are_no_change_of_structure(way):
+    "They are restored by value, and nothing is said of a structure: there is nothing to change again."
+    torch.manual_seed(0)
+    net = Ranged()
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None, config=OFTEN)
+    def step(x): return descend(opt, net(x).square().mean())
+    for i in range(40):
+        if i == 33: net.weight.data[0, 0] = net.most = torch.tensor(torch.nan)
+        take(governor, step, torch.randn(8 + 2 * i, 4), way)
+    report, = governor.reports
+    assert report.action == "rollback" and not report.undone
+    assert net.weight.isfinite().all() and net.most.isfinite()
+
 @pytest.mark.parametrize("way", ["watch", "run"])
 def test_a_layer_that_is_pruned_once_more_keeps_its_latest_mask(way):
     "As iterative pruning has it: the second mask takes the place of the first one."

@@ -179,6 +179,11 @@ class _Build(NamedTuple):
         "Whether the module is still made of the same."
         return all(map(_is_same, _tables(m), self.tables))
 
+    def is_like(self, m: nn.Module) -> bool:
+        "Whether it has the same layers and weights, and buffers of the same names: many modules assign these anew."
+        *made, buffers = _tables(m)
+        return all(map(_is_same, made, self.tables)) and buffers.keys() == self.tables[-1].keys()
+
     def lives_on(self, m: nn.Module) -> bool:
         "Whether the module has all of it, and beside it only names and buffers that are new: pruning, or a mask."
         inner, params, buffers = _tables(m)
@@ -256,7 +261,7 @@ class ModulePart:
         "Return the modules that are made of something else than then; see `_Build.lives_on`."
         names = {m: name for name, m in self.obj.named_modules()}
         return [(names.get(m, type(m).__name__), build.lives_on(m))
-                for m, build, _ in rest["tree"] if not build.is_of(m)]
+                for m, build, _ in rest["tree"] if not build.is_like(m)]
 
     def portable(self, rest):
         "Return the rest as a file can hold it."
