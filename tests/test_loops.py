@@ -1,6 +1,8 @@
 "Loops whose batches come from `Governor.batches`: trained as by `run`, and as unguarded while all is well."
 import copy
 import math
+import os
+import subprocess
 import sys
 
 import pytest
@@ -387,6 +389,45 @@ def test_a_file_is_no_obstacle_where_the_loop_asks_whether_it_runs_again(tmp_pat
                 log.write("a line")
         return governor.repairs.dry
     assert dry(asks=True).exact and "`log` (an open file)" in dry(asks=False).why
+
+COMPILED = """
+import torch
+from torch import nn
+from esper_nb import Governor, GovernorConfig
+
+net, x = nn.Linear(4, 1), torch.randn(8, 4)
+loss_of = torch.compile(lambda x: net(x).square().mean(), backend="eager")
+opt = torch.optim.SGD(net.parameters(), 1e-2)
+def loader():
+    for i in range(40):
+        if i == 30: net.weight.data[0, 0] = torch.nan
+        yield x
+governor = Governor(net, opt, config=GovernorConfig(snapshot_every=10, probation=10))
+for batch in governor.batches(loader()):
+    loss = loss_of(batch)
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+    governor.watch(loss)
+print(governor.reports[0].cause, governor.reports[0].redone, governor.repairs.dry)
+"""
+
+def test_a_compiled_step_is_repeated_in_place():
+    "Autograd has threads where `torch.compile` came before the first backward: in a copy of the process it fails."
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith("external 1") and "replayed exactly" in done.stdout, done.stdout + done.stderr
+
+def test_the_line_is_named_in_which_a_body_fails_that_runs_again():
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), 1e-2)
+    governor = Governor(net, opt, chance_loss=None, config=QUIET)
+    here, k = os.getpid(), 0
+    for x in governor.batches([torch.randn(8, 4)] * 30):
+        if os.getpid() != here: raise ValueError("no copy of this process")
+        governor.watch(update(opt, net(x).square().mean()))
+        k += 1
+    line = test_the_line_is_named_in_which_a_body_fails_that_runs_again.__code__.co_firstlineno + 6
+    assert k == 30 and f"in line {line} of test_loops.py" in governor.repairs.dry.why
 
 def test_one_loop_runs_once_at_a_time():
     governor = Governor(nn.Linear(1, 1), chance_loss=None)

@@ -190,8 +190,13 @@ class LoopBody:
                 self.open, answer = False, (self.loss,)
         finally:
             while os.getpid() != process: # a copy of the process, whose work ends it once it knows of the error
-                self.work.throw(RuntimeError("the body of the loop raises an error then"))
+                self.work.throw(RuntimeError(f"the body of the loop raises an error then{self._where()}"))
             self._leave()
+
+    def _where(self) -> str: # empty: in no frame that is known
+        "Say in which line the body is: the error itself is not to be had before the loop has ended."
+        frame = self.tables[0].frame if self.tables else None
+        return "" if frame is None else f", in line {frame.f_lineno} of {os.path.basename(frame.f_code.co_filename)}"
 
     def take(self, loss): # of the batch that was handed out
         "Note the loss of this batch."
