@@ -93,6 +93,20 @@ def test_buffers_that_each_pass_assigns_are_no_change_of_structure(way):
     assert report.action == "rollback" and not report.undone
     assert net.weight.isfinite().all() and net.most.isfinite()
 
+def test_a_weight_that_makes_only_the_gradient_nan_is_found_soon():
+    "A spike, a clamp or a maximum hides NaN from the loss, and the dropped updates were all that was seen of it."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    opt = torch.optim.SGD(net.parameters(), lr=.01)
+    governor = Governor(net, opt, chance_loss=None)
+    for i in range(160):
+        if i == 102: net[0].weight.data[0, 0] = torch.nan
+        y = net(torch.randn(8, 4))
+        descend(opt, torch.where(y.isnan(), 0., y).square().mean())
+        governor.watch(.5)
+    report, = governor.reports
+    assert report.reason == "state" and report.batch < 102 + 16 and net[0].weight.isfinite().all()
+
 @pytest.mark.parametrize("way", ["watch", "run"])
 def test_a_layer_that_is_pruned_once_more_keeps_its_latest_mask(way):
     "As iterative pruning has it: the second mask takes the place of the first one."

@@ -652,3 +652,42 @@ def test_a_rate_that_nobody_knows_was_not_tried():
     for k in range(40): recorder.run(step, torch.randn(16, 4, generator=torch.Generator().manual_seed(k)), k)
     found = find_cause(recorder.incident_from(0, snapshot, REPORT), is_bad=lambda: ())
     assert found.cause == "unknown" and "no optimizer" in found.why and "gradients" not in found.why, str(found)
+
+
+# --- losses that are zero but for a few
+
+def clouds(n, noise=1.):
+    "Five clouds of points."
+    centres = 1.2 * torch.randn(5, 16, generator=torch.Generator().manual_seed(99))
+    g = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 5, (n,), generator=g)
+    return centres[y] + noise * torch.randn(n, 16, generator=g), y
+
+@pytest.mark.parametrize("seed", [0, 1]) # the first of these losses is no explosion, or is one
+def test_a_rate_after_which_most_losses_are_zero_and_a_few_enormous_is_proved(seed):
+    "The median over eight batches said that nothing was wrong, and weights stayed that are sure of what is false."
+    torch.manual_seed(seed)
+    x, y = clouds(2048)
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 5))
+    opt = torch.optim.Adam(net.parameters(), 1e-3)
+    governor = Governor(net, opt)
+    def step(at): return update(opt, F.cross_entropy(net(x[at]), y[at]))
+    for i in range(320):
+        if i == 192: opt.param_groups[0]["lr"] *= 300
+        governor.run(step, torch.randint(0, 2048, (32,)))
+    report, = governor.reports
+    assert report.cause == "rate" and F.cross_entropy(net(x), y) < .1
+
+def test_only_the_batch_that_ruins_a_buffer_is_blamed_for_it():
+    "Where losses are near zero, those of some other batches are far above the rest: they were called odd, too."
+    torch.manual_seed(0)
+    x, y = clouds(2048)
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.BatchNorm1d(64), nn.Linear(64, 5))
+    opt = torch.optim.AdamW(net.parameters(), 5e-3)
+    governor = Governor(net, opt)
+    def step(batch): return update(opt, F.cross_entropy(net(batch[0]), batch[1]))
+    for i in range(260):
+        at = torch.randint(0, 2048, (32,))
+        governor.run(step, (x[at] * (1e4 if i == 230 else 1.), y[at]))
+    report, = governor.reports
+    assert (report.reason, report.cause) == ("state", "data") and governor.repairs.found.batches == (230,)

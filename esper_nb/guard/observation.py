@@ -492,9 +492,9 @@ class RiseEffects:
 
     def is_to_be_searched(self, t: RiseMonitor, config: GovernorConfig) -> bool:
         """Whether a replay may know what a comparison does not: after an explosion with a sign beside the loss, the old
-        weights may do worse only because they are old."""
+        weights may do worse only because they are old, or the live ones be far off on a few batches."""
         searched = self.recovery.repairs.repeatable and config.explain_steps and config.proof
-        return bool(searched and t.reason == "explosion" and self.have_signs(config, unknown=False))
+        return bool(searched and t.has_exploded and self.have_signs(config, unknown=False))
 
     def give_up(self):
         "The run is to begin again from a state that knows nothing, at a lower learning rate."
@@ -633,6 +633,7 @@ class RunCheckup:
         self.state.updates.allow_mending(not config.replay)
         if mended := self.state.file_mended_moments(config): return mended, ()
         if bad := self.state.find_impossible(keeps_batches, unseen=due): return (), bad
+        if self.state.updates.dropping and (bad := self.state.health.damaged()): return (), bad # no loss need show it
         self.comparison.calibration.begin(tuple(self.run.losses.recent))
         self.state.follow_shadows(early=True)
         health, probation = self.state.health, self.run.good.probation
