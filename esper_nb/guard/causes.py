@@ -402,7 +402,7 @@ class Gap(NamedTuple):
 
 RUINED = Gap(math.inf, math.inf)
 WIDE = 4 # times as many, where most losses of a failure are fine, and a few far off
-FAR = 3 # so many losses far off tell of ruined weights
+FAR = 2 # so many losses far off, on batches where good weights have none, tell of ruined weights
 
 class Yardstick:
     "Steps from before the failure, on whose batches weights are compared with good ones."
