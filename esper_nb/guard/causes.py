@@ -418,7 +418,7 @@ class Yardstick:
         limit = None if report is None else report.limit
         self.limit = math.inf if limit is None else limit # a loss above it is far off
         some_are_far = sum(x > self.limit for x in late) >= FAR and statistics.median(late) <= self.limit
-        most = WIDE * YARD if some_are_far else YARD
+        most = WIDE * YARD if some_are_far and have_one_form(replay.steps[:WIDE * YARD]) else YARD
         some = list(range(min(most, onset))) if onset >= 4 else list(range(n))
         good.look(some)
         def loss(i): return good.losses[replay.steps[i].number]
