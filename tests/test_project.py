@@ -156,7 +156,8 @@ def test_sources_hide_no_errors_and_say_what_they_are():
         wrong += [f"{name}: {fault}" for fault in faults_of_a_module(tree, text)]
         if GENERATED[0] not in text: wrong.append(f"{name}: is not what a notebook exports")
     mypy = tomllib.loads((ROOT/"pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
-    switched_off = {"disable_error_code", "ignore_errors", "exclude"} & mypy.keys()
+    switched_off = {"ignore_errors", "exclude"} & mypy.keys()
+    switched_off |= set(mypy["disable_error_code"]) - {"annotation-unchecked"} # a note, no error
     wrong += [f"pyproject.toml: {key} hides type errors" for key in switched_off]
     assert [o["module"] for o in mypy["overrides"]] == [["torch.*", "torchvision.*"]]
     assert not wrong, said(wrong)

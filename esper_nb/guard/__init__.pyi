@@ -5,7 +5,7 @@ from .adapters import (bar_note as bar_note, StepOf as StepOf, as_it_stood as as
     GuardedUpdate as GuardedUpdate, guard_update as guard_update)
 from .budget import Budget as Budget, is_extreme as is_extreme, blames_batch as blames_batch
 from .causes import (YARD as YARD, UNNOTICED as UNNOTICED, OLD_GRADIENTS as OLD_GRADIENTS, RUINED as RUINED,
-    FAR as FAR, ODD as ODD, BEFORE as BEFORE, EXPERIMENTS as EXPERIMENTS, CONTROLS as CONTROLS,
+    LONGER as LONGER, FAR as FAR, ODD as ODD, BEFORE as BEFORE, EXPERIMENTS as EXPERIMENTS, CONTROLS as CONTROLS,
     WORTH_A_WORD as WORTH_A_WORD, SLOWER as SLOWER, UPHILL as UPHILL, CLIMBS as CLIMBS, SPARED as SPARED,
     SOON as SOON, SLOW_REPLAY as SLOW_REPLAY, REDONE as REDONE, first_apart as first_apart,
     same_number as same_number, own_settings as own_settings, Findings as Findings, carries_over as carries_over,
@@ -135,7 +135,7 @@ from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, P
     prove_parts as prove_parts, StreamState as StreamState, read_streams as read_streams, leads_to as leads_to,
     ResumeCheck as ResumeCheck, compare_parts as compare_parts, prove_state as prove_state,
     check_resume as check_resume, ResumeWatch as ResumeWatch)
-from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, blames_weights as blames_weights,
+from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, ANOMALIES as ANOMALIES, blames_weights as blames_weights,
     pair_turns as pair_turns, is_clearly_above as is_clearly_above, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, fall_of as fall_of, Calibration as Calibration)
 from .shadows import (NEAREST as NEAREST, RARE as RARE, SOME as SOME, shapes_of as shapes_of,
