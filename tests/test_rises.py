@@ -851,3 +851,32 @@ def test_losses_that_overflow_behind_something_that_was_done_are_not_waited_out(
         governor.watch(loss)
     report, = governor.reports
     assert report.rolled_back and report.batch == 159 + row and report.reason == "non-finite"
+
+
+def test_a_rate_that_leapt_is_found_where_older_weights_cannot_do_better():
+    "Keys in a queue come from the ruined network, so that the good weights fit them even less."
+    torch.manual_seed(0)
+    data = 3 * torch.randn(10, 64)[torch.randint(10, (1500,))] + torch.randn(1500, 64)
+    net, keys = (nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(2))
+    keys.load_state_dict(net.state_dict())
+    kept = dict(queue=F.normalize(torch.randn(16, 128), dim=0), at=0)
+    opt = torch.optim.Adam(net.parameters(), 2e-3)
+    governor = Governor(net, opt, chance_loss=None)
+    def step(rows):
+        x = data[rows]
+        q = F.normalize(net(x + .1 * torch.randn_like(x)), dim=1)
+        with torch.no_grad(): k = F.normalize(keys(x + .1 * torch.randn_like(x)), dim=1)
+        fit = torch.cat([(q * k).sum(1, keepdim=True), q @ kept["queue"].clone()], 1) / .2
+        loss = update(opt, F.cross_entropy(fit, torch.zeros(len(x), dtype=torch.long)))
+        with torch.no_grad():
+            for slow, fast in zip(keys.parameters(), net.parameters()): slow.lerp_(fast, .02)
+            kept["queue"][:, (kept["at"] + torch.arange(len(k))) % 128] = k.T
+        kept["at"] = (kept["at"] + len(k)) % 128
+        return loss
+    losses = []
+    for k in range(300):
+        if k == 140: opt.param_groups[0]["lr"] *= 300
+        losses.append(governor.run(step, torch.randint(1500, (32,))).item())
+    report, = governor.reports
+    assert report.cause == "rate" and report.redone and opt.param_groups[0]["lr"] < 3e-3
+    assert sum(losses[-20:]) < 1.05 * sum(losses[120:140])

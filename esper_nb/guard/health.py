@@ -447,6 +447,11 @@ class Signs:
                      f"{c.highest:.3g} before" for c in self.courses.values() if c.leap and c.leap.batch <= since), "")
 
     @property
+    def leapt(self) -> bool:
+        "Whether a learning rate has risen at once, far above all before, and is still there."
+        return any(c.leap is not None for c in self.courses.values())
+
+    @property
     def unused(self) -> str: # empty: they are
         "A sentence about optimizers that step no more, so that nothing of the updates is seen."
         late = 0 if self.latest is None else self.batch() - self.latest
@@ -580,6 +585,11 @@ class UpdateWatch:
     def changed(self) -> bool:
         "Whether the gate has changed an update since the last call of `take_events`."
         return self.gate is not None and len(self.gate.events) > 0
+
+    @property
+    def leapt(self) -> bool:
+        "Whether a learning rate has risen at once, and is still there; see `Signs`."
+        return self.signs is not None and self.signs.leapt
 
     @property
     def leap(self) -> str: # empty: there was none

@@ -491,10 +491,12 @@ class RiseEffects:
         return (), PhaseMove.PROVED
 
     def is_to_be_searched(self, t: RiseMonitor, config: GovernorConfig) -> bool:
-        """Whether a replay may know what a comparison does not: after an explosion with a sign beside the loss, the old
-        weights may do worse only because they are old, or the live ones be far off on a few batches."""
+        """Whether a replay may know what a comparison does not: after an explosion with a sign beside the loss, or a
+        rate far above all before, the old weights may do worse only because they are old, or the live ones be far off
+        on a few batches."""
         searched = self.recovery.repairs.repeatable and config.explain_steps and config.proof
-        return bool(searched and t.has_exploded and self.have_signs(config, unknown=False))
+        exploded = t.has_exploded and self.have_signs(config, unknown=False)
+        return bool(searched and (exploded or self.updates.leapt))
 
     def give_up(self):
         "The run is to begin again from a state that knows nothing, at a lower learning rate."
