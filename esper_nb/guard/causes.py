@@ -624,10 +624,13 @@ def out_of_turn(
     trusting: bool = False, # batches of one form are taken for each other
 ) -> Any: # what the work returns
     "Run steps on batches that they may not bear: the body of a loop, which its own error would end, in a copy of it."
-    alike = (trusting or not can_fork()) and have_one_form(steps)
-    if alike or not any(hasattr(s.step, "ready") for s in steps): return work()
+    if not any(hasattr(s.step, "ready") for s in steps): return work()
+    alike = have_one_form(steps)
+    if alike and trusting: return work()
+    forks = can_fork() # which tries it
+    if alike and not forks: return work()
     why = "the body of a loop, on a batch that comes out of turn"
-    if not can_fork(): raise RuntimeError(f"{why} may fail, and would end the loop: there are batches of several forms")
+    if not forks: raise RuntimeError(f"{why} may fail, and would end the loop: there are batches of several forms")
     try: return in_a_fork(work, limit)
     except TimeoutError: raise RuntimeError(why) from None
 

@@ -367,7 +367,8 @@ def from_frame(
         rare = there & ~kept
         names = listed(sorted(set(answers[rare].iloc[:, 0].astype(str))), 12)
         if names: notes.append(f"{int(rare.sum())} rows of classes with fewer than three ({names}): left out")
-        alike = [k for k in classes if Counter(map(str.casefold, classes))[k.casefold()] > 1]
+        folded = Counter(map(str.casefold, classes))
+        alike = [k for k in classes if folded[k.casefold()] > 1]
         if alike: notes.append(f"{asked[0]}: {listed(alike)} differ in their capitals only, and are classes each")
         if len(classes) > 10 and all(map(_reads_as_number, classes)):
             notes.append(f"{asked[0]}: {len(classes)} classes, all numbers; target='values' predicts the number")
