@@ -661,7 +661,7 @@ def test_after_an_explosion_with_a_sign_old_weights_that_do_no_better_do_not_end
     comparison = SimpleNamespace(blames_live=lambda t: (False, 3.),
                                  fall=SimpleNamespace(has_nothing_to_lose=lambda t: False))
     recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True))
-    updates = SimpleNamespace(have_signs=lambda good, unknown, rise, plays: signs)
+    updates = SimpleNamespace(have_signs=lambda good, unknown, rise, plays: signs, leapt=False)
     effects = RiseEffects(run, seen, comparison, recovery, updates)
     assert effects.compare(Moment(loss=2.7), GovernorConfig(explain_steps=steps)) == ((), move)
     assert effects.rise.doubtful == (move is PhaseMove.BLAMED), "only a strong proof counts"
