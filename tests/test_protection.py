@@ -1,11 +1,13 @@
 "A Governor never seems to protect what it does not: what is passed wrongly is unpacked, refused or named at once."
 import logging
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from tiny import fed, take, update
 
 from esper_nb.guard import Governor, GovernorConfig, GovernorStop
@@ -251,3 +253,46 @@ def test_a_queue_that_the_step_writes_into_goes_back_where_the_loop_has_it(way, 
         if batch[0] == 50: queue[0, 0] = net.weight.data[0, 0] = math.nan
     assert [r.action for r in governor.reports] == ["rollback"]
     assert queue.isfinite().all() and net.weight.isfinite().all() and governor.losses.recent[-1] < 10
+
+
+KINDS = [partial(torch.optim.SGD, lr=.1, momentum=.9, weight_decay=.1), torch.optim.AdamW, torch.optim.RMSprop]
+USES = {
+    "scales": lambda p: p.grad.mul_(.25), "measures": lambda p: p.grad.norm().item(), "adds noise": lambda p: p.grad.add_(0),
+    "clips": lambda p: nn.utils.clip_grad_norm_([p], 1., foreach=False), "copies": lambda p: p.grad.clone()}
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("use", USES)
+def test_a_loop_may_use_its_gradients_after_a_rollback_and_its_next_update_without_new_ones_does_nothing(use, kind):
+    net = nn.Linear(2, 2)
+    opt = kind(net.parameters())
+    governor = Governor(net, opt, chance_loss=None)
+    for _ in range(30): governor.watch(update(opt, net(torch.randn(8, 2)).square().mean()))
+    net(torch.ones(4, 2)).sum().backward() # half of an accumulation
+    governor.rollback()
+    for p in net.parameters(): USES[use](p)
+    def moved(): return [k for k in governor.snapshot.difference() if not k.startswith("streams")]
+    assert not moved()
+    opt.step()
+    assert not moved(), "neither momentum nor weight decay"
+    opt.step()
+    assert moved(), "zeros of the loop's own are gradients like others"
+
+@pytest.mark.parametrize("fault", [1e4, math.nan])
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_a_loop_that_scales_what_it_accumulates_is_guarded_to_its_end(way, fault):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+    opt = torch.optim.Adam(net.parameters(), .01)
+    governor, xs = Governor(net, opt, chance_loss=None), torch.randn(480, 16, 4)
+    def step(x):
+        loss = F.mse_loss(net(x), x.sum(1, keepdim=True))
+        loss.backward()
+        return loss.detach()
+    for k, x in enumerate(xs):
+        if k == 302: net[0].weight.data[0] *= fault
+        take(governor, step, x, way)
+        if k % 4 < 3: continue
+        for p in net.parameters(): p.grad.mul_(.25)
+        opt.step()
+        for p in net.parameters(): p.grad.zero_()
+    assert governor.losses.recent[-1] < .1 and governor.reports

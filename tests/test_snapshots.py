@@ -133,7 +133,7 @@ def test_gradients_are_dropped_or_kept():
         run.net(run.x).sum().backward()
         snap.restore()
         if keep: assert all(torch.equal(p.grad, g) for p, g in zip(run.net.parameters(), grads))
-        else: assert all(p.grad is None for p in run.net.parameters())
+        else: assert not any(p.grad.any() for p in run.net.parameters()) # a loop may go on to scale them
 
 
 # --- structure

@@ -6,8 +6,8 @@ Docs: https://esper-nb.github.io/esper_nb/core/parts.html.md"""
 
 # %% auto #0
 __all__ = ['AnyPart', 'Leaf', 'Wrapped', 'inner_tensors', 'pack_tree', 'unpack_tree', 'portable_tree', 'revive_tree', 'has_lanes',
-           'same_layout', 'ModulePart', 'OptimizerPart', 'forget_noted', 'StatePart', 'tensors_in', 'ndarrays_in',
-           'weights_in', 'as_stateful', 'as_part', 'RandomStreams']
+           'same_layout', 'blank_gradient', 'ModulePart', 'OptimizerPart', 'forget_noted', 'StatePart', 'tensors_in',
+           'ndarrays_in', 'weights_in', 'as_stateful', 'as_part', 'RandomStreams']
 
 # %% ../../nbs/core/09_parts.ipynb #852aacb4
 import copy
@@ -221,6 +221,13 @@ def _rebuild(tree, frozen):
 
 
 # %% ../../nbs/core/09_parts.ipynb #7f6e8248
+@torch.no_grad()
+def blank_gradient(t: Tensor):
+    "Put zeros in place of the gradient of a weight: a loop may go on to add to it, to scale or to measure it."
+    if t.grad is None: return
+    if t.grad.shape != t.shape or t.grad.grad_fn is not None: t.grad = torch.zeros_like(t)
+    else: t.grad.zero_()
+
 class ModulePart:
     "A module: structure by reference, values by copy."
     def __init__(self, obj: nn.Module, laned: bool, grads: bool = False):
@@ -245,12 +252,13 @@ class ModulePart:
         return dict(tree=tree, named=named, frozen=frozen, extra=extra)
 
     def write(self, rest, get: _Get, n: int, lanes: Sequence[int] | None):
-        "Restore the structure (if whole), the values, then the extra state; discard gradients."
+        "Restore the structure (if whole), the values, then the extra state; gradients that are no part of it become 0."
         if lanes is None: _rebuild(rest["tree"], rest["frozen"])
         _write_values(rest["named"] if lanes is None else self.tensors(), get, n, lanes)
         for m, packed in rest["extra"]: m.set_extra_state(_merged(m.get_extra_state, packed, get, n, lanes))
         for k, p in self.obj.named_parameters():
-            if lanes is None: p.grad = rest["named"].get(f"{k}<grad>") if p.grad is not None else None
+            if lanes is None and self.grads: p.grad = rest["named"].get(f"{k}<grad>") if p.grad is not None else None
+            elif lanes is None: blank_gradient(p)
             elif p.grad is not None and has_lanes(p, n):
                 for s in lane_runs(lanes): by_lane(p.grad, n)[s].zero_()
         for m in self.obj.modules():
@@ -460,7 +468,7 @@ class _Container:
         "Replace the contents in place; a weight stays the tensor that an optimizer has."
         weights, found = weights_in(self.obj), dict[str, Tensor]()
         same, arrays = self._same(tensors_in(self.obj)), self._same(ndarrays_in(self.obj))
-        for w in weights.values(): w.grad = None
+        for w in weights.values(): blank_gradient(w)
         def put(leaf):
             old, v = (same | weights).get(leaf.path), found[leaf.path]
             return v if old is None else _put(old, v, old.device, 1, None)
@@ -475,9 +483,9 @@ class _Memory:
 
     @torch.no_grad()
     def load_state_dict(self, state):
-        "Write the values; of a weight the gradient is discarded, as in a module."
+        "Write the values; the gradient of a weight becomes 0, as in a module."
         obj, values = self.obj, state["values"]
-        if isinstance(obj, Tensor): obj.grad = None
+        if isinstance(obj, Tensor): blank_gradient(obj)
         if isinstance(obj, np.ndarray): obj[...] = values
         elif same_layout(obj, values): obj.data.copy_(values)
         else: obj.data = values.to(obj.device, copy=True)

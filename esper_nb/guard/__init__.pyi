@@ -126,11 +126,11 @@ from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, 
     Report as Report, ordinal as ordinal, describe_failure as describe_failure, Explanation as Explanation,
     GovernorStop as GovernorStop, IncidentLog as IncidentLog, Summary as Summary)
 from .responses import (STRAYS as STRAYS, is_clock as is_clock, clocks_of as clocks_of,
-    not_exchanged as not_exchanged, patience_of as patience_of, SingleRun as SingleRun, LaneRuns as LaneRuns,
-    GuardedRun as GuardedRun, Moment as Moment, stray_weights as stray_weights, held_by as held_by,
-    SameBatches as SameBatches, IncidentResponse as IncidentResponse, undone_with as undone_with,
-    LaneCheckup as LaneCheckup, LaneJudge as LaneJudge, missing_parts as missing_parts,
-    trains_others as trains_others)
+    not_exchanged as not_exchanged, give_up_gradients as give_up_gradients, patience_of as patience_of,
+    SingleRun as SingleRun, LaneRuns as LaneRuns, GuardedRun as GuardedRun, Moment as Moment,
+    stray_weights as stray_weights, held_by as held_by, SameBatches as SameBatches,
+    IncidentResponse as IncidentResponse, undone_with as undone_with, LaneCheckup as LaneCheckup,
+    LaneJudge as LaneJudge, missing_parts as missing_parts, trains_others as trains_others)
 from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, PartProof as PartProof,
     prove_parts as prove_parts, StreamState as StreamState, read_streams as read_streams, leads_to as leads_to,
     ResumeCheck as ResumeCheck, compare_parts as compare_parts, prove_state as prove_state,

@@ -307,6 +307,7 @@ class _Side:
     "What a gate knows of one optimizer."
     def __init__(self, place: int, optimizer: torch.optim.Optimizer, config: GateConfig):
         self.place, self.optimizer, self.config = place, optimizer, config
+        self.blank = False # zeros are in place of gradients, since a state was restored
         self.load_state_dict({})
 
     def load_state_dict(self, state: Mapping[str, Any]):
@@ -401,6 +402,10 @@ class UpdateGate:
         "Spare the gate a measurement: it takes this norm for the next update, whichever optimizer makes it."
         self.offers.append((norm, clipped))
 
+    def expect_blanks(self):
+        "Let the next update of each optimizer not happen if it finds nothing but zeros: gradients were given up."
+        for side in self.sides.values(): side.blank = True
+
     @contextmanager
     def off(self) -> Iterator[None]:
         "Let updates pass unseen."
@@ -439,6 +444,7 @@ class UpdateGate:
 
     def _judge(self, update: _Update):
         side = self.sides[id(update.optimizer)]
+        blank, side.blank = side.blank, False
         if any([u.withheld for u in self.open.values()]): return # of an optimizer around this one
         grads = gradients_of(update.optimizer)
         if not grads and self.group is None: return
@@ -448,6 +454,7 @@ class UpdateGate:
         if not math.isfinite(norm):
             norm = measure_norm(grads, getattr(update.optimizer, "grad_scale", None), self.group)
         if not math.isfinite(norm): return self._drop(side, update)
+        if blank and norm == 0: return update.withhold()
         halvings = side.history.judge(norm)
         if not halvings or clipped or isinstance(update, _SearchUpdate): side.count("")
         else: self._scale(side, update, grads, norm, halvings)

@@ -8,7 +8,6 @@ Docs: https://esper-nb.github.io/esper_nb/guard/governor.html.md"""
 __all__ = ['OWN_PARTS', 'UNHEARD', 'LEFT', 'NOT_TAKEN', 'Governor']
 
 # %% ../../nbs/guard/32_governor.ipynb #ef187500
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -164,14 +163,14 @@ class Governor:
         for text in missing_parts(self.snapshot, self.rates): logger.warning("Governor: %s", text)
 
     @property
-    def reports(self) -> deque[Report]:
+    def reports(self) -> list[Report]:
         "Return what was done, the latest thousand."
-        return self.log.reports
+        return list(self.log.reports)
 
     @property
-    def notes(self) -> deque[Report]:
+    def notes(self) -> list[Report]:
         "Return what was only seen: rises under observation, losses without harm, and their outcomes."
-        return self.log.notes
+        return list(self.log.notes)
 
     @property
     def callbacks(self) -> list[Callable[[Report], None]]:
