@@ -257,7 +257,7 @@ def test_a_queue_that_the_step_writes_into_goes_back_where_the_loop_has_it(way, 
 
 KINDS = [partial(torch.optim.SGD, lr=.1, momentum=.9, weight_decay=.1), torch.optim.AdamW, torch.optim.RMSprop]
 USES = {
-    "scales": lambda p: p.grad.mul_(.25), "measures": lambda p: p.grad.norm().item(), "adds noise": lambda p: p.grad.add_(0),
+    "scales": lambda p: p.grad.mul_(.25), "measures": lambda p: p.grad.norm().item(), "adds": lambda p: p.grad.add_(0),
     "clips": lambda p: nn.utils.clip_grad_norm_([p], 1., foreach=False), "copies": lambda p: p.grad.clone()}
 
 @pytest.mark.parametrize("kind", KINDS)
