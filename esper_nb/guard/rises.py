@@ -100,8 +100,9 @@ class RiseMonitor:
         self,
         patience: int, # losses
     ) -> bool:
-        "Return whether to compare: after `patience` losses, or twice as many if the loss is about to recover."
-        k, first = len(self.x), min(BACK, patience) if self.worthless else patience
+        "Return whether to compare: after `patience` losses, twice as many if it is about to recover; 16 in plain ruin."
+        k, clear = len(self.x), self.worthless or self.suspect and self.is_absurd()
+        first = min(BACK, patience) if clear else patience
         if k < max(first, self.pause) or k >= 2 * patience: return k >= max(2 * patience, self.pause)
         last = self.x[-patience:]
         fall, error = fall_of(last)
