@@ -300,6 +300,15 @@ def test_ppo_blames_the_transition_that_was_rolled_back():
         assert sum(r.refused for r in env.summaries) == 0 # the policy knows what is legal
 
 
+@pytest.mark.parametrize("odd", [dict(mask=np.array([True, False, False])), dict(fresh=True, seed=3), {1: 2}])
+def test_a_misspelt_reset_of_some_lanes_is_no_reset_of_all(odd):
+    env = make(3)
+    env.reset(seed=0)
+    env.step(wait(3))
+    with pytest.raises(ValueError, match="options=.*expected no keys but reset_mask.*fresh"): env.reset(options=odd)
+    assert env.lanes.episode.tolist() == [0, 0, 0]
+
+
 def test_rules_play():
     env = make(3, horizon=10, rules=QUICK_RULES, faults=(Fault("nan", 1, 3),))
     for rule in (WaitOnly(), Heuristic(QUICK), Fixed({2: Decision("germinate", "r0c1", "norm")})):

@@ -242,6 +242,8 @@ def read_reset_options(
     "Return what else `reset` is asked for."
     good = options is None or isinstance(options, Mapping)
     check(good, "options", options, "a dictionary, such as {'fresh': True}, or None")
+    known = all(k in ("reset_mask", "fresh") for k in options or {})
+    check(known, "options", options, "no keys but reset_mask, which lanes, and fresh, with fresh weights in any case")
     return {k: v for k, v in (options or {}).items() if k != "reset_mask"}
 
 def read_reset_mask(
