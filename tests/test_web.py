@@ -15,6 +15,7 @@ import warm
 
 from esper_nb.record import RunFolder, encode_row, make_rows
 from esper_nb.run import main, report
+from esper_nb.show import follow_runs
 
 
 @pytest.fixture
@@ -141,7 +142,14 @@ def test_runs_are_laid_over_each_other(run, tmp_path):
         assert "&lt;mine&gt;, other" in get(address)[2]
         assert "Runs side by side" in get(place_of(address, "report"))[2]
         for folder in (run, other): write(folder, make_rows("run", dict(run=dict(event="finished"))))
-        with events(address) as packets: until(packets, "✓ done")
+        with events(address) as packets: words = until(packets, "✓ done")["html"]
+        assert "batch 6" in words["status"] and "done after 6 batches" in words["log"]
+
+def test_runs_that_count_otherwise_are_not_mixed(run, tmp_path):
+    other = begin(tmp_path/"other")
+    other.write_config(dict(run=dict(ppo=dict(num_updates=5, num_steps=2), env=dict(num_envs=2))))
+    with pytest.raises(ValueError, match="<mine> counts batches but other counts steps"):
+        follow_runs([run.path, other.path])
 
 def test_several_runs_need_a_browser(run, tmp_path, capsys):
     assert main(["watch", str(run.path), str(run.path)]) == 2

@@ -235,12 +235,13 @@ class Run {
     return false;
   }
 
-  // Batches shown; the end moves in leaps, so that most updates find the axis as it was.
+  // Batches shown; the end moves in leaps, so that most updates find the axis as it was, to the last one at the end.
   range() {
     if (this.window) return this.window;
-    const view = +this.recent, room = this.recent ? 24 : Math.max(20, 0.08 * this.now);
-    if (this.now > this.until[view]) this.until[view] = Math.ceil(this.now + room);
-    return [this.recent ? Math.max(0, this.until[1] - 264) : 0, Math.max(this.until[view], 40)];
+    const view = +this.recent, done = this.status?.state === "done";
+    const room = done ? 0 : this.recent ? 24 : Math.max(20, 0.08 * this.now);
+    if (done || this.now > this.until[view]) this.until[view] = Math.ceil(this.now + room);
+    return [this.recent ? Math.max(0, this.until[1] - 240 - room) : 0, Math.max(this.until[view], 40)];
   }
 
   // Show a stretch of batches, at least a few and none before the first; without one the whole run.

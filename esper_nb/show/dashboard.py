@@ -366,10 +366,10 @@ class RunsSource(Source):
         self.runs = [RowsSource(path, 0.) for path in paths]
         self.every = every
         self.names: list[str] = run_names([Path(path) for path in paths])
-        axes = {run.axis[0]: name for run, name in zip(self.runs, self.names)}
+        axes = {run.axis: name for run, name in zip(self.runs, self.names)}
         check(len(axes) == 1, "paths", list(map(str, paths)), "runs that count alike: {}",
-              " but ".join(f"{name} counts {axis}s" for axis, name in axes.items()))
-        self.axis, self.unit, self.lanes = self.runs[0].axis, "part", len(self.runs)
+              " but ".join(f"{name} counts {many}" for (_, many), name in axes.items()))
+        self.axis, self.unit, self.lanes = self.runs[0].axis, self.runs[0].axis[0], len(self.runs)
         self.network = f"{self.lanes} runs: {', '.join(self.names)}"
         self.at = 0 # batches or steps returned
         self.read = [0] * self.lanes # batches or steps read of each

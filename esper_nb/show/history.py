@@ -361,7 +361,7 @@ class History:
             xs = np.arange(first + 1, first + batches + 1)
             self.losses.add(np.column_stack([xs, frame.loss]))
             self.x += batches
-            self.steps += 1
+            self.steps += batches if self.source.unit == self.source.axis[0] else 1
             self.version += 1
             if frame.accuracy is not None: self.accuracy = np.asarray(frame.accuracy, float)
             before = self.curves.rows[-1, 1:] if self.curves.count else np.zeros(len(self.curve_names))

@@ -100,6 +100,14 @@ def test_one_tiny_loss_does_not_wash_out_the_lanes(tmp_path):
     session.close()
     assert np.abs(np.subtract(*shades)).max() > 60, shades      # high losses beside low ones
 
+def test_a_run_that_is_done_fills_the_picture(tmp_path):
+    session = stepped(Frame(np.full((4, 2), 1.)) for _ in range(50))
+    with picture(session, tmp_path) as page:
+        ticks = [t for t in page.evaluate("window.texts") if t["text"] in ("0", "100", "200")]
+        wide = page.locator("canvas").evaluate("e => e.clientWidth")
+    session.close()
+    assert len(ticks) >= 3 and max(t["right"] for t in ticks) > .85 * wide, (ticks, wide)
+
 def test_the_key_shows_what_occurs(tmp_path):
     session = stepped(Frame(np.full((4, 2), 1.), limits=limits(2)) for _ in range(3))
     with picture(session, tmp_path) as page:
@@ -224,7 +232,7 @@ def test_a_click_on_an_incident_goes_there_and_tells_what_happened(tmp_path):
         assert page.locator(".esper-story").is_hidden()
         texts, box = page.evaluate("window.texts"), page.locator("canvas").bounding_box()
         row = max((t for t in texts if t["text"] == "1"), key=lambda t: t["top"]) # the lowest: not that of an axis
-        x = 62 + (box["width"] - 62 - 112) * 140 / np.ceil(240 + max(20, .08 * 240))
+        x = 62 + (box["width"] - 62 - 112) * 140 / 240
         page.mouse.click(box["x"] + x, box["y"] + row["top"] + 6)
         on_page(page)
         assert "Lane 1, batch 140: non-finite" in page.locator(".esper-story").inner_text()
