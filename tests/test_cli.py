@@ -237,6 +237,10 @@ def test_a_setting_is_an_option_where_its_name_tells_which(line, settings):
     name = args.recipe if args.command == "train" else args.task
     assert name == ("digits" if "digits" in line else None) and args.data == (None if name else "rows.csv")
 
+def test_a_command_alone_says_what_there_is(capsys):
+    assert main([]) == 2
+    assert "train a population of networks without a controller" in capsys.readouterr().err.replace("\n" + " " * 24, " ")
+
 @pytest.mark.parametrize("option", ["--label x", "--size 0", "--size 64", "--columns a,b", "--groups g",
                                     "--target values"])
 @pytest.mark.parametrize("command", ["fit", "train"])

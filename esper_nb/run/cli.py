@@ -188,7 +188,7 @@ def _options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]: # name -> f
         imports=_many("--import", dest="imports", metavar="PLUGIN",
                       help="a file or module that registers tasks, blueprints or recipes"),
         trust=_flag("--trust", help="run code that the folder names: plugins, and factories of networks"),
-        shards=_option("--shards", "--parts", type=_whole, help="split the lanes into this many shards, each in a "
+        shards=_option("--shards", type=_whole, help="split the lanes into this many shards, each in a "
                        "worker of its own (default: 1); turns --exact on, with which `resume` accepts another number"),
         exact=_option("--exact", action=argparse.BooleanOptionalAction, help="compute each lane alone, so that its "
                       "numbers are the same to the bit with any neighbours, number of lanes, shards and workers "
@@ -239,8 +239,8 @@ def _listing_options() -> dict[str, tuple[tuple[str, ...], dict[str, Any]]]:
         target=_option("--target", choices=known["answer"],
                        help="table: --label names a column of classes, or comma-separated "
                        "columns of numbers or of 0 and 1"),
-        inject=_many("--inject", metavar="FAULT[:LANE[:EPOCH]]",
-                     help=f"ruin a lane on purpose: {listed('fault')}"))
+        inject=_many("--inject", metavar="KIND[:LANE[:EPOCH]]",
+                     help=f"ruin a lane on purpose, lane 0 in epoch 5 if not given: {listed('fault')}"))
 
 def known_names() -> dict[str, tuple[str, ...]]: # kind -> names
     "Read the names of tasks, recipes, faults and so on from a file: the tables that define them need torch."
@@ -380,7 +380,7 @@ _commands = dict(
 
 def _parser(chosen: str | None, whole: bool = False) -> argparse.ArgumentParser: # chosen: the command
     "Return a parser of all commands, with the options of the chosen one, or of all."
-    about = "Neural networks that grow while they train, and cannot be ruined while they do."
+    about = "Training runs that save themselves, and networks that grow while they train."
     options = _options() | (_listing_options() if whole or chosen in _commands else {})
     p = argparse.ArgumentParser("esper-nb", description=about)
     p.add_argument("--version", action="version", version=__version__)
@@ -552,7 +552,10 @@ def main(
     _find_own_files()
     parser = _parser(next((word for word in argv if not word.startswith("-")), None))
     own = ("-h", "--help", "--version")
-    if argv and argv[0].startswith("-") and argv[0] not in own:
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
+    if argv[0].startswith("-") and argv[0] not in own:
         near = difflib.get_close_matches(argv[0], own, 1)
         parser.error(f"unknown: {argv[0]}{f' ({near[0]} perhaps)' if near else '; a command comes first'}")
     try: argv = _with_settings(argv)
