@@ -293,7 +293,7 @@ def closing_table(
     of_class = dict(zip(pop.data.names, test.class_pp.nanmedian(0).values.tolist()))
     if len(of_class) > 1:
         weakest = min(of_class, key=lambda name: (math.isnan(of_class[name]), of_class[name]))
-        lines.insert(2, ("weakest", f"{printable(weakest)}: median {of_class[weakest]:.1f} {score.unit}"))
+        lines.insert(2, ("weakest class", f"{printable(weakest)}: median {of_class[weakest]:.1f} {score.unit}"))
     return "\n".join(f"{k:>14}  {v}" for k, v in lines)
 
 # %% ../../nbs/record/71_training_rows.ipynb #f4f9257a

@@ -120,7 +120,7 @@ def yardstick_lines(
     measure: Measure, # of the scores
 ) -> list[str]: # for the end of a run
     "Set a result beside the yardsticks, and say what is wrong with it."
-    lines = [", ".join(f"{y.name} {y.score:.1f}" for y in found) + f" {measure.unit}"] if found else []
+    lines = [", ".join(f"{y.name}: {y.score:.1f}" for y in found) + f" {measure.unit}"] if found else []
     if found and score < found[-1].score - .05: # as they are shown, with one decimal place
         lines.append(f"not reached: {found[-1].name} is better by {found[-1].score - score:.1f} {measure.unit}")
     if loss > chance_loss:
