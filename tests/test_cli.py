@@ -239,7 +239,7 @@ def test_a_setting_is_an_option_where_its_name_tells_which(line, settings):
 
 def test_a_command_alone_says_what_there_is(capsys):
     assert main([]) == 2
-    assert "train a population of networks without a controller" in capsys.readouterr().err.replace("\n" + " " * 24, " ")
+    assert "train a population of networks without a controller" in " ".join(capsys.readouterr().err.split())
 
 @pytest.mark.parametrize("option", ["--label x", "--size 0", "--size 64", "--columns a,b", "--groups g",
                                     "--target values"])

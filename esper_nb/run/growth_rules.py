@@ -230,7 +230,7 @@ def _rungs(timetables: int, plays: int, lanes: int) -> list[int]: # decreasing
     "Return the number of timetables in each rung of a search; the first rung tries all."
     out = [timetables]
     while out[-1] > FINALISTS: out.append(max(FINALISTS, -(-out[-1] // 4)))
-    return out[:max(1, min(len(out), plays * lanes // timetables))]
+    return out[:max(1, min(len(out), plays, plays * lanes // timetables))]
 
 def best_schedule(
     env: GrowVecEnv,
