@@ -117,7 +117,8 @@ def chosen(monkeypatch):
 
 @pytest.mark.parametrize("settings", [
     {}, {"seed": 7}, TINY, {"env.governor": None}, {"env.governor.sigma": 5.}, {"minutes": 2.5}, {"sampled": True},
-    {"env.faults": [dict(kind="nan", lane=2, epoch=3)]}, {"env.slots": ["r0c0"]}, {"env.devices": ["cpu", "cpu"]},
+    {"env.faults": [dict(kind="nan", lane=2, epoch=3)]}, {"env.faults": [dict(kind="nan", lane=2, epoch=3, batch=4)]},
+    {"env.slots": ["r0c0"]}, {"env.devices": ["cpu", "cpu"]},
     {"env.rules.embargo": 3}, {"ppo.learning_rate": 1e-3, "policy.features": [32, 32]},
     {"env.gamma": .9, "ppo.gamma": .9}],
     ids=str)
@@ -126,6 +127,7 @@ def test_the_command_makes_the_same_run_again(settings, chosen):
     words = command_words({"run": json.loads(json.dumps(config.to_dict()))})
     assert words is not None and chosen(shlex.split(shlex.join(words))) == config
     assert len(words) <= 3 + 2 * len(settings) + 2 * ("minutes" in settings)
+    assert ("nan:2:3" in words) == (settings.get("env.faults") == [dict(kind="nan", lane=2, epoch=3)])
 
 def test_a_report_offers_a_comparison_that_the_command_line_takes(page, made, monkeypatch, capsys):
     def begin(config): raise RuntimeError(f"{config.name} is compared")

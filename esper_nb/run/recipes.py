@@ -234,13 +234,16 @@ def command_words(
     now = config["run" if learns else "fit"]
     changed = changed_settings(now, usual.to_dict())
     if changed.get("minutes"): changed["ppo.num_updates"] = now["ppo"]["num_updates"] # default with --minutes: 10,000
+    faults = [Fault.from_dict(f) for f in (changed.get("env.faults", ()) if learns else config.get("faults", ()))]
+    plain = len(faults) > 0 and all(parse_fault(f.text) == f for f in faults)
+    if plain and learns: del changed["env.faults"]
     for k, v in changed.items():
         if learns and k == "ppo.seed": continue # set by the run's seed
         words += [options[k], option_text(v)] if k in options else ["--set", f"{k}={option_text(v)}"]
+    words += [word for f in faults if plain for word in ("--inject", f.text)]
     if learns: return [*words, "--no-exact"] if now["shards"] > 1 and not now["env"]["exact"] else words
-    faults, made = [Fault.from_dict(f) for f in config.get("faults", ())], config.get("made", {})
-    if made is None or any(parse_fault(f.text) != f for f in faults): return None # there is more than options can say
-    words += [word for f in faults for word in ("--inject", f.text)]
+    made = config.get("made", {})
+    if made is None or faults and not plain: return None # there is more than options can say
     words += [word for plugin in config.get("plugins", ()) for word in ("--import", plugin)]
     return [*words, "--synthetic"] if made.get("synthetic") else words
 
