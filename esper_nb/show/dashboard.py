@@ -360,11 +360,9 @@ class RunsSource(Source):
     live = False # until everything is read that was written before
     def __init__(self,
         paths: Sequence[str | Path], # folders of runs
-        every: float = .5, # seconds between two reads
     ):
         check(len(paths) > 0, "paths", paths, "one run or more")
         self.runs = [RowsSource(path, 0.) for path in paths]
-        self.every = every
         self.names: list[str] = run_names([Path(path) for path in paths])
         axes = {run.axis: name for run, name in zip(self.runs, self.names)}
         check(len(axes) == 1, "paths", list(map(str, paths)), "runs that count alike: {}",
@@ -389,7 +387,7 @@ class RunsSource(Source):
         if count > 0: return self._frame(count)
         if not ready: return None
         self.live = True
-        time.sleep(self.every)
+        time.sleep(.5)
         return WAITING
 
     def _read(self, k: int) -> bool: # whether there was a step

@@ -363,13 +363,12 @@ def plot_learning(
 # %% ../../nbs/show/78_plot_runs.ipynb #debcfe6a
 def reward_terms(
     steps: Sequence[Row], # rows of steps
-    by: str = "epoch", # key of the horizontal axis
     named: int = 6, # number of terms shown individually, the largest
-) -> tuple[list[Any], dict[str, np.ndarray]]: # positions, and the mean over lanes of each term
+) -> tuple[list[Any], dict[str, np.ndarray]]: # epochs, and the mean over lanes of each term
     "Return the reward terms over time; small ones are summed up as `other`."
-    xs = sorted({r[by] for r in steps})
+    xs = sorted({r["epoch"] for r in steps})
     names = sorted({k for r in steps for k in r if k.startswith("reward.") and k != "reward.total"})
-    value = {k: np.array([mean(r.get(k) or 0. for r in steps if r[by] == x) for x in xs]) for k in names}
+    value = {k: np.array([mean(r.get(k) or 0. for r in steps if r["epoch"] == x) for x in xs]) for k in names}
     ordered = [k for k in sorted(names, key=lambda k: -float(np.abs(value[k]).sum())) if np.any(value[k])]
     shown = {k.removeprefix("reward."): value[k] for k in ordered[:named]}
     if ordered[named:]: shown["other"] = np.sum([value[k] for k in ordered[named:]], axis=0)
@@ -380,7 +379,6 @@ def plot_rewards(
     rows: Sequence[Row], # rows with steps
     lane: int | None = None, # default the mean over lanes
     ax: Any = None, # axes to draw on; default new ones
-    by: str = "epoch", # key of the horizontal axis
     terms: int = 6, # number of terms shown individually, at most 7
 ) -> Any: # axes
     """Plot the reward terms over time, stacked, and their total.
@@ -393,10 +391,10 @@ def plot_rewards(
     >>> plot_rewards(rows).get_legend_handles_labels()[1]
     ['total', 'gain', 'rent']
     """
-    steps = [r for r in pick_rows(rows, "step", lane) if r.get(by) is not None]
+    steps = [r for r in pick_rows(rows, "step", lane) if r.get("epoch") is not None]
     ax = axes_or_new(ax, 8, 3.2)
     if not steps: return draw_empty(ax, "No step has been rewarded yet.")
-    xs, shown = reward_terms(steps, by, terms)
+    xs, shown = reward_terms(steps, terms)
     up = down = np.zeros(len(xs))
     wide = min(np.diff(xs), default=1) * .92
     for i, (name, v) in enumerate(shown.items()):
@@ -404,10 +402,10 @@ def plot_rewards(
                edgecolor="#ffffff80", lw=0, label=name.replace("_", " "))
         up = up + v.clip(min=0)
         down = down + v.clip(max=0)
-    total = [mean(r["reward.total"] for r in steps if r[by] == x) for x in xs]
+    total = [mean(r["reward.total"] for r in steps if r["epoch"] == x) for x in xs]
     ax.plot(xs, total, color=text_color(ax), marker="o", ms=3, lw=1.5, label="total")
     ax.axhline(0, color=GREY, lw=.8)
-    ax.set(xlabel=x_label(by), ylabel="reward of a step")
+    ax.set(xlabel=x_label("epoch"), ylabel="reward of a step")
     ax.set_title("mean over lanes" if lane is None else f"lane {lane}", loc="left")
     integer_ticks(ax)
     add_legend(ax, loc="upper left", bbox_to_anchor=(1, 1))

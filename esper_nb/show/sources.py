@@ -386,7 +386,6 @@ class EnvSource(Source):
     axis = ("step", "steps")
     def __init__(self,
         learner: Learner, # on a `GrowVecEnv`
-        updates: int | None = None, # number of further updates; default: those left in the learner's configuration
     ):
         check(hasattr(learner, "stream"), "learner", learner, "a Learner on a GrowVecEnv")
         envs = learner.stream.envs.unwrapped
@@ -400,8 +399,7 @@ class EnvSource(Source):
         self.lanes = envs.num_envs
         self.batches = pop.data.num_train // pop.batch_size # per epoch
         self.network = f"a controller of {self.lanes} lanes on {envs.task.name}, horizon {envs.horizon}"
-        last = learner.config.num_updates if updates is None else learner.update + updates
-        self.total: int = last * learner.config.num_steps
+        self.total: int = learner.config.num_updates * learner.config.num_steps
         self.rows = EnvRows()
         self.due: list[Fault] = []
         self.previous = envs.disturb # an existing disturbance, which is still applied
