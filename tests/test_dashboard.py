@@ -745,7 +745,7 @@ def test_what_is_new_about_an_incident_is_sent_again(run):
     fault, = s.history.faults
     assert (fault.lane, fault.kind, fault.x) == (1, "nan", s.incidents[0].x)
     assert [tuple(mark[1:]) for mark in before.meta["faults"]] == [(fault.x, 1, "nan")]
-    first, reports = session_packet(s, before.seen), s.source.governor.reports
+    first, reports = session_packet(s, before.seen), s.source.governor.log.reports
     assert first.meta["faults"] == [] and s.incidents[0].cause is None
     assert [(i["recovered"], i["known_cause"]) for i in first.meta["incidents"]] == [(None, "the injected fault nan")]
     reports[-1] = replace(reports[-1], cause="data", why="without batch 6 the loss stays finite")   # as `explain` does
