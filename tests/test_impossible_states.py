@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from tiny import take
 
 from esper_nb.guard import Governor, beyond_gradients, beyond_squares, length_of_moments
 
@@ -134,6 +135,47 @@ def test_a_loss_that_is_nan_because_of_a_huge_weight_is_no_harmless_one(dtype):
         governor.watch(loss)
     report, = governor.reports
     assert (report.reason, report.batch, report.restored_batch) == ("state", 70, 50)
+
+
+class Slow(torch.optim.Optimizer):
+    "Every fifth step of another optimizer is followed by one back, half of the way: a write after its step."
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.steps = inner, 0
+        self.slow = [p.detach().clone() for group in inner.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self):
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 5: return
+        for p, slow in zip(self.inner.param_groups[0]["params"], self.slow): slow.copy_(p.lerp_(slow, .5))
+
+@pytest.mark.parametrize("kind", ["plain", "inside another", "by hand"])
+@pytest.mark.parametrize("way", ["watch", "run"])
+def test_weights_that_are_far_too_sure_of_themselves_are_undone_at_the_first_enormous_loss(way, kind):
+    "A network that had solved its task is right with them, too, nearly always, so the loss is zero until it is not."
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 5))
+    optimizer = torch.optim.SGD(net.parameters(), .2)
+    if kind == "inside another": optimizer = Slow(optimizer)
+    governor, centres = Governor(net, *[] if kind == "by hand" else [optimizer]), torch.randn(5, 16)
+    def step(batch):
+        x, y = batch
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        if kind != "by hand": optimizer.step()
+        else:
+            for p in net.parameters(): p.data -= .2 * p.grad
+        return loss
+    for k in range(200):
+        if k == 130: net[0].weight.data *= 1e4
+        y = torch.randint(5, (32,))
+        take(governor, step, (centres[y] + .8 * torch.randn(32, 16), y), way)
+    report, = governor.reports
+    assert (report.action, report.cause) == ("rollback", "external" if way == "run" else None)
+    assert max(p.abs().max() for p in net.parameters()) < 10
 
 
 OPTIMIZERS = dict(

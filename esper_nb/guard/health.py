@@ -16,7 +16,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
@@ -355,6 +355,8 @@ class Signs:
         self.memories = {id(o): Memories() for o in optimizers}
         self.courses: dict[int, RateCourse] = {} # from the first update on: what a loop sets before it is no raise
         self.known = dict.fromkeys(self.watches, 0) # writes of the Governor when the latest update ended
+        self.running: list[torch.optim.Optimizer] = [] # whose steps run, the outermost first
+        self.inner: list[torch.optim.Optimizer] = [] # that have stepped inside of the outermost
         self.latest: int | None = None # call of `watch` at the latest update
         self.gap = 0 # most calls between two updates, as where gradients are accumulated
         self.relieved = False # somebody else looks at the state before and after the step, and tells what was written
@@ -425,6 +427,8 @@ class Signs:
 
     def _before(self, optimizer: torch.optim.Optimizer, *_):
         watch, mine, now = self.watches[id(optimizer)], id(optimizer), self.batch()
+        if optimizer in self.running: self.running.clear() # an error has ended that step
+        self.running.append(optimizer)
         self.gap, self.latest = max(self.gap, now - (self.latest or 0)), now
         if mine not in self.begun: self.begun[mine] = length_of_moments(optimizer)
         if self.relieved or self.known[mine] != self.writes(): watch.renew()
@@ -454,6 +458,7 @@ class Signs:
     @property
     def unused(self) -> str: # empty: they are
         "A sentence about optimizers that step no more, so that nothing of the updates is seen."
+        if not self.watches: return "" # there are none
         late = 0 if self.latest is None else self.batch() - self.latest
         if late <= max(UNUSED, 2 * self.gap): return ""
         since = f"no optimizer among the parts has stepped since batch {self.latest}"
@@ -468,7 +473,7 @@ class Signs:
 
     def find_idle(self) -> str: # empty: they have stepped, or it is too early to tell
         "A sentence about optimizers that have never stepped: the loop trains other weights, or with another optimizer."
-        if self.latest is not None: return ""
+        if self.latest is not None or not self.watches: return ""
         params = self.params()
         if self.first is None: self.first = self.batch(), bits_of(params)
         begin, then = self.first
@@ -482,10 +487,15 @@ class Signs:
         return f"{said}, and nothing happens to their weights: if the loop trains others, make a Governor with those"
 
     def _after(self, optimizer: torch.optim.Optimizer, *_):
+        if optimizer in self.running: self.running.remove(optimizer)
+        if optimizer not in self.inner: self.inner.append(optimizer)
+        ended = [optimizer] if self.running else self.inner # the outermost may write after the steps inside of it
+        if not self.running: self.inner = []
         if self.relieved: return
-        self.watches[id(optimizer)].end_of_step(self.batch())
-        self.memories[id(optimizer)].note(plain_weights(trained_by([optimizer])))
-        self.known[id(optimizer)] = self.writes()
+        for o in ended:
+            self.watches[id(o)].end_of_step(self.batch())
+            self.memories[id(o)].note(plain_weights(trained_by([o])))
+            self.known[id(o)] = self.writes()
 
 # %% ../../nbs/guard/30_health.ipynb #223e1332
 def _owned(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -572,12 +582,10 @@ class UpdateWatch:
         self.optimizers = optimizers = snapshot.optimizers
         self.losses = losses
         self.gate = UpdateGate(*optimizers, names=_names(snapshot)) if gated and optimizers else None
-        self.signs: Signs | None = None
         if self.gate is not None: snapshot.add(update_gate=self.gate)
-        if optimizers:
-            self.signs = Signs(optimizers, batch=lambda: losses.watched, writes=lambda: snapshot.writes,
-                               recent=losses.recent, aside=aside, largest=partial(_largest, self.gate),
-                               mend=partial(_mend, snapshot))
+        self.signs = Signs(optimizers, batch=lambda: losses.watched, writes=lambda: snapshot.writes,
+                           recent=losses.recent, aside=aside, largest=partial(_largest, self.gate),
+                           mend=partial(_mend, snapshot))
         for hooked in (self.gate, self.signs): # for as long as this object lives
             if hooked is not None: weakref.finalize(self, quiet_hooks, hooked.handles)
 
@@ -589,26 +597,26 @@ class UpdateWatch:
     @property
     def leapt(self) -> bool:
         "Whether a learning rate has risen at once, and is still there; see `Signs`."
-        return self.signs is not None and self.signs.leapt
+        return self.signs.leapt
 
     @property
     def leap(self) -> str: # empty: there was none
         "A sentence about a learning rate that has risen at once, and has stayed; see `Signs`."
-        return "" if self.signs is None else self.signs.leap
+        return self.signs.leap
 
     @property
     def unused(self) -> str: # empty: they are
         "A sentence about optimizers that step no more; see `Signs`."
-        return "" if self.signs is None else self.signs.unused
+        return self.signs.unused
 
     def find_idle(self) -> str: # empty: they have stepped, or it is too early to tell
         "A sentence about optimizers that have never stepped; see `Signs`."
-        return "" if self.signs is None else self.signs.find_idle()
+        return self.signs.find_idle()
 
     def forget_ruined(self) -> str: # empty: there is nothing to forget
         "Empty what other optimizers of the same weights remember, where it is not finite; say so."
         with torch.no_grad():
-            if self.signs is None or not forget_ruined(self.signs.others()): return ""
+            if not forget_ruined(self.signs.others()): return ""
         return ("an optimizer that is none of the parts trains the same weights, and its moments were not finite: they "
                 "begin anew, since no rollback puts them back; make a Governor with that one")
 
@@ -620,17 +628,16 @@ class UpdateWatch:
     def take_events(self) -> list[GateEvent]:
         "Return the updates that the gate has changed since the last call; they are signs, too."
         events = [] if self.gate is None else self.gate.take_events()
-        for event in events:
-            if self.signs is not None: self.signs.add(event.kind, str(event))
+        for event in events: self.signs.add(event.kind, str(event))
         return events
 
     def note_written(self, names: str): # of tensors
         "Take it as a sign that something has written into the state between two steps."
-        if self.signs is not None: self.signs.add_written(names, self.optimizers)
+        self.signs.add_written(names, self.optimizers)
 
     def relieved(self) -> AbstractContextManager:
         "Look at no weights in a step before and after which somebody else does."
-        return nullcontext() if self.signs is None else _Relief(self.signs)
+        return _Relief(self.signs)
 
     def forget(self):
         "Forget what the gate has changed in a replay or in a comparison: the run has not seen it."
@@ -639,35 +646,34 @@ class UpdateWatch:
     @contextmanager
     def unseen(self) -> Iterator[None]:
         "Forget what happens inside: neither a step that is repeated nor its learning rate is a sign of the run."
-        then = None if self.signs is None else self.signs.noted()
+        then = self.signs.noted()
         try:
             with self.relieved(): yield
-        finally:
-            if self.signs is not None and then is not None: self.signs.go_on_from(then)
+        finally: self.signs.go_on_from(then)
         self.forget()
 
     def latest_between(self, good: int, until: int) -> Sign | None: # batches; None: there is none
         "Return what was done last to the run since the good state; see `Signs`."
-        return None if self.signs is None or self.unused else self.signs.latest_between(good, until)
+        return None if self.unused else self.signs.latest_between(good, until)
 
     @property
     def impossible(self) -> Sign | None: # None: nothing, or it was undone
         "Return the latest write of what no updates can have made."
-        return None if self.signs is None else self.signs.impossible
+        return self.signs.impossible
 
     def allow_mending(self, allowed: bool):
         "Say whether moments may be put back alone, before an update uses them."
-        if self.signs is not None: self.signs.mends = allowed
+        self.signs.mends = allowed
 
     def take_mended(self) -> list[tuple[Sign, tuple[str, ...]]]: # with names
         "Return the moments that were put back before an update has used them, since the last call."
-        if self.signs is None or not self.signs.mended: return []
+        if not self.signs.mended: return []
         mended, self.signs.mended = self.signs.mended, []
         return mended
 
     def written_since(self, good: int) -> Sign | None: # batch of the good state; None: nothing, or again and again
         "Return what was written first between two steps since the good state, past the optimizers."
-        new = () if self.signs is None or self.unused else self.signs.since(good)
+        new = () if self.unused else self.signs.since(good)
         written = [s for s in new if s.kind == "written"]
         return written[0] if 0 < len(written) <= 2 else None
 
@@ -679,13 +685,14 @@ class UpdateWatch:
         plays: Callable[[], bool] = bool, # whether the loop does: longer games raise loss and gradients alike
     ) -> bool:
         "Return whether something beside the loss has spoken against the weights since the good state."
-        if self.signs is None or self.gate is None or self.unused: return unknown
+        if self.unused: return unknown
+        new = self.signs.since(good)
+        if any(s.kind != "scaled" for s in new): return True
+        if self.gate is None: return unknown
         watched, block = self.losses.watched, self.gate.config.block
         begun = good if rise is None else max(good, watched - rise - block) # steep before: not its sign
         late = 1 + (watched - begun) // block
         peaks = [[*side.history.peaks, side.history.peak] for side in self.gate.sides.values()]
-        new = self.signs.since(good)
-        if any(s.kind != "scaled" for s in new): return True
         return (bool(new) or any(is_steep(p, late) for p in peaks)) and not plays()
 
 def _largest(gate: UpdateGate | None, optimizer: torch.optim.Optimizer) -> float: # 0: not known
@@ -856,9 +863,11 @@ class StateJudge:
             self.run.good.publish_before(moments.batch)
             return (moments.what,)
         sign = self.updates.written_since(self.run.good.at().batch)
-        if replays or sign is None and not unseen: return ()
+        if replays and not exploded or sign is None and not unseen: return ()
         now, then = self.run.snapshot.weight_norms()
-        limit = ABSURD if sign is None else SWOLLEN if exploded or self._is_higher_since(sign) else HUGE
+        seen = sign is not None or not self.updates.optimizers # where there are none, nothing passes through them
+        higher = exploded or sign is not None and self._is_higher_since(sign)
+        limit = ABSURD if not seen else SWOLLEN if higher else HUGE
         if now <= limit * max(then, 1.) or self.health.damaged(): return () # what is not finite is found elsewhere
         if sign is not None: self.run.good.publish_before(sign.batch)
         return (f"weights: {now / max(then, 1.):.3g} times those of the good state",)
