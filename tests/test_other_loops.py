@@ -1093,7 +1093,7 @@ def test_a_rise_is_over_once_another_state_is_loaded():
             opt.state.clear()
             opt.param_groups[0]["lr"] = lr
             for k in range(80):
-                if (trial, k) == (1, 40): [p.data.mul_(100) for p in net.parameters() if p.ndim == 2]
+                if (trial, k) == (1, 70): [p.data.mul_(100) for p in net.parameters() if p.ndim == 2]
                 loss = descend(opt, F.cross_entropy(net(x[16 * k:16 * k + 16]), y[16 * k:16 * k + 16]))
                 if governor: governor.watch(loss)
         return list(net.parameters()), governor
