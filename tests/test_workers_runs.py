@@ -115,7 +115,8 @@ def split_env():
 
 
 def test_a_run_in_shards_says_so(here, tmp_path, capsys):
-    assert " ".join(command_words(json.loads((here/"config.json").read_text()))).endswith("--shards 2 --inject nan:3:2 --no-exact")
+    words = " ".join(command_words(json.loads((here/"config.json").read_text())))
+    assert words.endswith("--shards 2 --inject nan:3:2 --no-exact")
     assert main(["report", str(here), "--out", str(tmp_path/"r.html")]) == 0
     assert main(["resume", str(here), "--engine", "rai"]) == 2
     assert "engine='rai', expected one of local, process, ray" in capsys.readouterr().err
