@@ -436,7 +436,7 @@ def lines(text): return [tuple(line.split()) for line in text.split(",")]
 
 slips = [("train", "digits", "--set", s) for s in wrong_settings]
 slips += [("train", "digits", *option) for option in lines(wrong_options)]
-slips += lines(wrong_lines) + [(), ("train", ""), ("train", "x" * 500)]
+slips += lines(wrong_lines) + [("train", ""), ("train", "x" * 500)]
 slips += [("train", "digits", "--device", d) for d in ("", "cpu,")] + [("train", "digits", "--inject", "")]
 
 @pytest.mark.parametrize("argv", slips, ids=" ".join)
