@@ -126,7 +126,7 @@ from .reports import (Between as Between, GOVERNOR_PRESETS as GOVERNOR_PRESETS, 
     Report as Report, ordinal as ordinal, describe_failure as describe_failure, Explanation as Explanation,
     GovernorStop as GovernorStop, IncidentLog as IncidentLog, Summary as Summary)
 from .responses import (STRAYS as STRAYS, is_clock as is_clock, clocks_of as clocks_of,
-    not_exchanged as not_exchanged, give_up_gradients as give_up_gradients, patience_of as patience_of,
+    not_exchanged as not_exchanged, expect_blanks as expect_blanks, patience_of as patience_of,
     SingleRun as SingleRun, LaneRuns as LaneRuns, GuardedRun as GuardedRun, Moment as Moment,
     stray_weights as stray_weights, held_by as held_by, SameBatches as SameBatches,
     IncidentResponse as IncidentResponse, undone_with as undone_with, LaneCheckup as LaneCheckup,

@@ -31,7 +31,7 @@ from .rates import LearningRates
 from .repairs import DISTURBED, NO_PROOF, WEAK_CAUSES, Recovery, Repairs
 from .reports import GovernorConfig, Report
 from .responses import (
-    GuardedRun, Moment, SameBatches, SingleRun, clocks_of, give_up_gradients, not_exchanged, patience_of)
+    GuardedRun, Moment, SameBatches, SingleRun, clocks_of, expect_blanks, not_exchanged, patience_of)
 from .rises import BACK, Calibration, RiseMonitor, is_clearly_above, monitor_rise
 from .snapshots import SavedState, Snapshot
 from .writes import HookOf
@@ -63,7 +63,7 @@ class Exchange:
     ):
         "Put the good weights in place, with rates that are no higher than theirs."
         before = self.rates.now()
-        give_up_gradients(self.snapshot)
+        expect_blanks(self.snapshot)
         self.snapshot.restore(skip=skip, stay=True)
         self.rates.cap(then, -1)
         self.pairs = list(zip(before, self.rates.now()))
@@ -71,7 +71,7 @@ class Exchange:
     def put_live(self):
         "Put the live state in place, with its learning rates; what a schedule has done to them since stays."
         now = self.rates.now()
-        give_up_gradients(self.snapshot)
+        expect_blanks(self.snapshot)
         self.snapshot.bring_back(self.live, skip=self.skip, stay=True)
         if len(now) != len(self.pairs): return
         def is_set_anew(rate, before, capped): return abs(rate - before) <= abs(rate - capped) or capped == 0
@@ -81,7 +81,7 @@ class Exchange:
 
     def put_back(self, state: SavedState, rates: Sequence[float]): # that were in place before `put_live`
         "Put a state in place again that had to make room for a validation."
-        give_up_gradients(self.snapshot)
+        expect_blanks(self.snapshot)
         self.snapshot.bring_back(state, skip=self.skip, stay=True)
         self.rates.put(rates)
 
