@@ -880,3 +880,48 @@ def test_a_rate_that_leapt_is_found_where_older_weights_cannot_do_better():
     report, = governor.reports
     assert report.cause == "rate" and report.redone and opt.param_groups[0]["lr"] < 3e-3
     assert sum(losses[-20:]) < 1.05 * sum(losses[120:140])
+
+
+def solve(seed, optimizer, rate, guarded, bad=()):
+    "Train a classifier that soon solves its task, raise its rate for 15 batches; losses of test batches, Governor."
+    world = torch.Generator().manual_seed(seed)
+    centers = 1.6 * torch.randn(4, 12, generator=world)
+    def draw():
+        y = torch.randint(4, (32,), generator=world)
+        return centers[y] + .9 * torch.randn(32, 12, generator=world), y
+    data, test = [draw() for _ in range(600)], [draw() for _ in range(60)]
+    torch.manual_seed(seed + 5)
+    net = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 4))
+    opt = optimizer(net.parameters())
+    governor, usual = Governor(net, opt) if guarded else None, opt.param_groups[0]["lr"]
+    def step(batch):
+        opt.zero_grad()
+        loss = F.multi_margin_loss(net(batch[0]), batch[1])
+        loss.backward()
+        opt.step()
+        return loss
+    for k, (x, y) in enumerate(data):
+        if k in (300, 315): opt.param_groups[0]["lr"] = usual * rate if k == 300 else usual
+        batch = (x * 1e3, y) if k in bad else (x, y)
+        step(batch) if governor is None else governor.run(step, batch)
+    with torch.no_grad(): return sum(F.multi_margin_loss(net(x), y).item() for x, y in test) / len(test), governor
+
+def adam(params): return torch.optim.Adam(params, 3e-3)
+def rmsprop(params): return torch.optim.RMSprop(params, 1e-3)
+
+@pytest.mark.parametrize("seed, optimizer", [(0, adam), (6, adam), pytest.param(7, adam, marks=pytest.mark.slow),
+                                             pytest.param(4, rmsprop, marks=pytest.mark.slow)])
+def test_weights_that_are_far_off_on_few_batches_of_a_solved_task_are_found(seed, optimizer):
+    clean, ruined = solve(seed, optimizer, 1, False)[0], solve(seed, optimizer, 300, False)[0]
+    guarded, governor = solve(seed, optimizer, 300, True)
+    assert clean < .01 < .1 < ruined
+    assert guarded < 1.5 * clean # the rate was lower for some steps after the rollback
+    assert [r.cause for r in governor.reports if r.rolled_back] == ["rate"]
+    steps, = {int(s["step"]) for s in governor.snapshot.optimizers[0].state.values()}
+    assert steps == 600, "a batch without a gradient is a batch like others, also right behind a rollback"
+
+@pytest.mark.parametrize("rate, bad", [(1, ()), (2.5, ()), (1, range(300, 303)), (1, range(300, 520, 9))])
+def test_a_solved_task_is_left_alone_whose_rate_or_data_do_no_harm(rate, bad):
+    alone, (guarded, governor) = solve(0, adam, rate, False, bad)[0], solve(0, adam, rate, True, bad)
+    assert guarded <= max(2 * alone, .01) # bad batches may be left out
+    if not bad: assert guarded == alone and not governor.reports

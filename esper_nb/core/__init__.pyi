@@ -43,10 +43,10 @@ from .modules import (LARGE as LARGE, TOLERANCE as TOLERANCE, WIDER as WIDER, SA
     layers_of as layers_of, exchange_layers as exchange_layers, write_lane as write_lane)
 from .parts import (AnyPart as AnyPart, Leaf as Leaf, Wrapped as Wrapped, inner_tensors as inner_tensors,
     pack_tree as pack_tree, unpack_tree as unpack_tree, portable_tree as portable_tree, revive_tree as revive_tree,
-    has_lanes as has_lanes, same_layout as same_layout, blank_gradient as blank_gradient, ModulePart as ModulePart,
-    OptimizerPart as OptimizerPart, forget_noted as forget_noted, StatePart as StatePart, tensors_in as tensors_in,
-    ndarrays_in as ndarrays_in, weights_in as weights_in, as_stateful as as_stateful, as_part as as_part,
-    RandomStreams as RandomStreams)
+    has_lanes as has_lanes, same_layout as same_layout, blank_gradient as blank_gradient, is_blank as is_blank,
+    ModulePart as ModulePart, OptimizerPart as OptimizerPart, forget_noted as forget_noted, StatePart as StatePart,
+    tensors_in as tensors_in, ndarrays_in as ndarrays_in, weights_in as weights_in, as_stateful as as_stateful,
+    as_part as as_part, RandomStreams as RandomStreams)
 from .trees import (encode_tree as encode_tree, decode_tree as decode_tree, tree_to_bytes as tree_to_bytes,
     tree_from_bytes as tree_from_bytes, content_digest as content_digest, write_tree as write_tree,
     read_tree as read_tree, read_saved as read_saved)

@@ -6,8 +6,8 @@ Docs: https://esper-nb.github.io/esper_nb/core/parts.html.md"""
 
 # %% auto #0
 __all__ = ['AnyPart', 'Leaf', 'Wrapped', 'inner_tensors', 'pack_tree', 'unpack_tree', 'portable_tree', 'revive_tree', 'has_lanes',
-           'same_layout', 'blank_gradient', 'ModulePart', 'OptimizerPart', 'forget_noted', 'StatePart', 'tensors_in',
-           'ndarrays_in', 'weights_in', 'as_stateful', 'as_part', 'RandomStreams']
+           'same_layout', 'blank_gradient', 'is_blank', 'ModulePart', 'OptimizerPart', 'forget_noted', 'StatePart',
+           'tensors_in', 'ndarrays_in', 'weights_in', 'as_stateful', 'as_part', 'RandomStreams']
 
 # %% ../../nbs/core/09_parts.ipynb #852aacb4
 import copy
@@ -227,6 +227,14 @@ def blank_gradient(t: Tensor):
     if t.grad is None: return
     if t.grad.shape != t.shape or t.grad.grad_fn is not None: t.grad = torch.zeros_like(t)
     else: t.grad.zero_()
+    grad: Any = t.grad
+    grad.is_blank = True
+
+def is_blank(
+    grad: Tensor, # of a weight; all zeros
+) -> bool:
+    "Return whether zeros were put in place of a gradient: one that was computed since is another tensor."
+    return getattr(grad, "is_blank", False)
 
 class ModulePart:
     "A module: structure by reference, values by copy."

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core import Config, Count, Multiple, OptimizerPart, Positive, check, hook_steps, writes_only_state
+from ..core import (
+    Config, Count, Multiple, OptimizerPart, Positive, check, hook_steps, is_blank, writes_only_state)
 
 # %% ../../nbs/guard/17_gate.ipynb #3095dbfe
 @dataclass(frozen=True)
@@ -454,7 +455,7 @@ class UpdateGate:
         if not math.isfinite(norm):
             norm = measure_norm(grads, getattr(update.optimizer, "grad_scale", None), self.group)
         if not math.isfinite(norm): return self._drop(side, update)
-        if blank and norm == 0: return update.withhold()
+        if blank and norm == 0 and all(map(is_blank, grads)): return update.withhold()
         halvings = side.history.judge(norm)
         if not halvings or clipped or isinstance(update, _SearchUpdate): side.count("")
         else: self._scale(side, update, grads, norm, halvings)

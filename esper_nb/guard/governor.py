@@ -878,7 +878,9 @@ class Governor:
             self.good.publish(lanes)
             if not when.is_due(c): return out
         if self.recorder is not None and self.recorder.accumulates: return out # once their step is made
-        checkup.take_stock(c)
+        if (m := checkup.take_stock(c)) is not None:
+            self._advance(PhaseMove.RISE, m)
+            return out
         taken = self.snapshot.take(step=self.stats.judged.tolist(), lanes=lanes, hold=c.probation > 0)
         when.begin(hold=c.probation > 0 and bool(taken.lanes), config=c)
         if taken.lanes: checkup.note_taken(taken.lanes, None if shrunken else sizes)

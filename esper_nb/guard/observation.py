@@ -32,7 +32,8 @@ from .repairs import DISTURBED, NO_PROOF, WEAK_CAUSES, Recovery, Repairs
 from .reports import GovernorConfig, Report
 from .responses import (
     GuardedRun, Moment, SameBatches, SingleRun, clocks_of, expect_blanks, not_exchanged, patience_of)
-from .rises import BACK, Calibration, RiseMonitor, is_clearly_above, monitor_rise
+from .rises import (
+    BACK, MANY, Calibration, RiseMonitor, anomaly_limit, is_clearly_above, is_worse_on_average, monitor_rise)
 from .snapshots import SavedState, Snapshot
 from .writes import HookOf
 
@@ -394,13 +395,23 @@ class RunComparison:
         rise = 0. if t.is_over() else t.rise / 2 if self.recorded else t.rise # on the same batches less is sure
         if self.recorded:
             better = self.same.blames(before, now, np.zeros(1))[0]
-            if better and self._has_learnt(now): return False, old_loss # from the latest batches
+            learnt = better and self._has_learnt(now) # from the latest batches
             if better: now, before = now[:0], before[:0]
-            now, before = np.concatenate([(now, before), self._on_early(t)], 1) # where damage shows, too
+            if not learnt: now, before = np.concatenate([(now, before), self._on_early(t)], 1) # where damage shows, too
         blamed = bool(self.same.blames(now, before, np.array([rise]))[0])
         if not blamed and self.recorded and self.fall.knows_little(t): # any weights that know more are better
             t.doubtful = blamed = bool(self.same.blames(now, before, np.zeros(1))[0])
         return blamed, old_loss
+
+    def is_worse_on_average(
+        self,
+        limit: float, # of a loss; batches on which old weights lose more say nothing
+    ) -> bool:
+        "Whether the live weights have the higher mean on many recorded batches, though they may do well on most."
+        if not self.recorded: return False
+        linear = self.run.verdicts.linear
+        now, before = self.same.losses(None, evaluate=lambda: self.repairs.evaluate(MANY))
+        return is_worse_on_average(off_scale(now[:, 0], linear), off_scale(before[:, 0], linear), limit)
 
     def _has_learnt(self, losses: np.ndarray) -> bool: # (k, 1)
         "Whether losses are below chance: what a run at chance is better at is not its task."
@@ -484,9 +495,13 @@ class RiseEffects:
         blamed, old_loss = self.comparison.blames_live(t)
         self.observed.compared_with(old_loss)
         if blamed: return (), PhaseMove.BLAMED
-        if t.is_over(): return (), PhaseMove.BACK
-        if self.recovery.repairs.repeatable and len(t.x) < 2 * patience_of(config): # bad batches may end
+        over = t.is_over()
+        if not over and self.recovery.repairs.repeatable and len(t.x) < 2 * patience_of(config): # bad batches may end
             return (), PhaseMove.WAIT
+        if t.suspect and self.comparison.is_worse_on_average(t.limit):
+            t.doubtful = True
+            return (), PhaseMove.BLAMED
+        if over: return (), PhaseMove.BACK
         if not self.comparison.fall.has_nothing_to_lose(t):
             t.doubtful = self.is_to_be_searched(t, config)
             return (), PhaseMove.BLAMED if t.doubtful else PhaseMove.CLEARED
@@ -685,8 +700,8 @@ class RunCheckup:
         "Say that another optimizer trains the weights: a rollback leaves its moments and its rate as they are."
         if self.state.updates.unused: self.run.log.remark("optimizer", self.state.updates.unused)
 
-    def take_stock(self, config: GovernorConfig):
-        "While nothing is wrong: say what is strange about the run, and ask whether the loss measures the weights."
+    def take_stock(self, config: GovernorConfig) -> Moment | None: # None: the state may be taken
+        "While nothing is wrong: say what is strange about the run, and ask what the loss says about its weights."
         run, comparison = self.run, self.comparison
         self.state.follow_shadows()
         if self.state.updates.leap: run.log.remark("rate", self.state.updates.leap)
@@ -699,8 +714,20 @@ class RunCheckup:
         if text and run.log.remark("course", text):
             report = run.verdicts.describe(config, "rise", run.losses.recent[-1])
             run.log.file(replace(report, action="noted", why=text))
-        if not comparison.calibration.is_due() or not comparison.recorded: return
-        if run.good.at().batch != run.losses.watched: comparison.calibrate()
+        due = comparison.calibration.is_due()
+        if not comparison.recorded or run.good.at().batch == run.losses.watched: return None
+        if self.is_ruined_a_little(config): return Moment(loss=run.losses.recent[-1], reasons={0: "rise"})
+        if due: comparison.calibrate()
+        return None
+
+    def is_ruined_a_little(self, config: GovernorConfig) -> bool:
+        "Whether something was done to the run since the good state, and old weights are better on average."
+        run, good = self.run, self.run.good.at().batch
+        if run.ranks or not (patience_of(config) and self.recovery.repairs.keeps_batches): return False
+        if self.state.updates.latest_between(good, run.losses.watched) is None: return False
+        limit, comparison = anomaly_limit(run.verdicts.stats, config), self.comparison
+        if not comparison.is_yardstick(config) or not comparison.is_worse_on_average(limit): return False
+        return self.observed.looks_from(good)
 
     def sizes(self) -> None:
         "Return that nobody asks how large the weights of a single run are."

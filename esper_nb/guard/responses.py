@@ -482,8 +482,8 @@ class LaneCheckup:
     def find_small_rise(self, config: GovernorConfig) -> None:
         "Return that no rise is looked for that no rule has found."
 
-    def take_stock(self, config: GovernorConfig):
-        "Say nothing about losses of lanes."
+    def take_stock(self, config: GovernorConfig) -> None:
+        "Say nothing about losses of lanes; their states may be taken."
 
     def mend_moments(self, bad: tuple[str, ...], config: GovernorConfig) -> bool:
         "Return that a lane is restored as a whole."
