@@ -14,7 +14,7 @@ from esper_nb import FitConfig, Session, new_population
 from esper_nb.grow import CNNConfig
 from esper_nb.record.rows import decode_row, encode_row
 from esper_nb.record import RunFolder
-from esper_nb.run.follow import watch_text
+from esper_nb.run.follow import RunStatus, watch_text
 from esper_nb.train import get_task
 from esper_nb.show import Feed, Frame, FrameSource, PopulationSource, RowsSource
 
@@ -122,5 +122,7 @@ def test_ten_hours_and_clocks_that_jump_change_no_figure(tmp_path):
     (folder.path/"final.jsonl").touch()
     lines = []
     watch_text(folder.path, say=lines.append)
-    assert "update 1 of 600" in lines[0] and "about 10 hours left" in lines[0]
+    assert "update 1 of 600" in lines[0] and "left" not in lines[0] # it is over
+    goes_on = RunStatus(folder.config()).lines({"kind": "update", "lane": None, "update": 1, "update.seconds": 60.})
+    assert goes_on == ["▶ update 1 of 600, 0 rollbacks, about 10 hours left"]
     assert lines[-1].startswith("✓ update 600 of 600")

@@ -44,6 +44,7 @@ class RunStatus:
         minutes = run.get("minutes") if isinstance(run, dict) else None
         self.minutes = minutes if isinstance(minutes, int | float) and 0 < minutes < 1e9 else None
         self.done, self.rollbacks, self.ended = 0, 0, False
+        self.over = False # whether the rows tell of a run that is over: nothing is left of it
         self.unbeaten = False # whether the run has finished, and no rule was above it: its alarms are not printed
         self.mean_return: float | None = None # of the latest update
         self.heldout: dict[int, float] = {} # lane -> score of its latest epoch
@@ -112,7 +113,7 @@ class RunStatus:
         if seconds is not None:
             self.spent += seconds
             self.latest.append(seconds)
-        left = self._left()
+        left = 0. if self.over else self._left()
         return [f"▶ {self.text()}" + (f", {about_time(left)} left" if left else "")]
 
     def _left(self) -> float: # seconds; 0: unknown, or finished
@@ -157,7 +158,7 @@ def watch_text(
     notices, live, name = None if notify is None else Notices(notify), False, folder.path.resolve().name
     try:
         while True:
-            over = (folder.path/"final.jsonl").exists() # written after all rows
+            over = status.over = (folder.path/"final.jsonl").exists() # written after all rows
             while rows := reader.read(2**22):
                 for row in rows:
                     lines = list(map(printable, status.lines(row)))
