@@ -83,13 +83,29 @@ def _use_log_axis(ax: Any, least: float = 1.) -> None:
     ax.set_yscale("log")
     log_ticks(ax)
 
+def _mark_rollback(
+    ax: Any, b: Rollback,
+    curve: tuple[Sequence[float], Sequence[float]], # of its lane, by epoch
+    label: str | None = None,
+) -> float: # its place, by epoch
+    x, y = min(zip(*curve), key=lambda point: abs(point[0] - b.at))
+    ax.plot(x, y, ls="", marker="X", ms=9, color=WINE, mec=text_color(ax), mew=.7, zorder=4, label=label)
+    return x
+
 def plot_run(
     rows: Sequence[Row], # rows of a run made by `fit`
 ) -> Any: # figure
-    "Plot held-out accuracy, training loss and gradient norm of every lane, and the first three metrics of the user's."
+    """Plot held-out accuracy, training loss and gradient norm of every lane, and the first three metrics of the user's.
+
+    Rollbacks are marked on the accuracy of their lane.
+    """
     own = list(dict.fromkeys(name for row in pick_rows(rows, "metric") for name in metric_names(row)))[:3]
     fig, axs = new_axes(12 + 3 * len(own), 3, 1, 3 + len(own))
     for ax, name in zip(axs, ("heldout.accuracy_pp", "train.loss", "train.grad_norm")): plot_lanes(rows, name, ax)
+    curves = series(rows, "heldout.accuracy_pp", "epoch")
+    found = [b for b in rollbacks(rows, "epoch") if b.lane in curves]
+    for b in found: _mark_rollback(axs[0], b, curves[b.lane], "rollback" if b is found[0] else None)
+    if found: add_legend(axs[0], ncols=2, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.)
     for ax in axs[1:3]: _use_log_axis(ax)
     for ax, name in zip(axs[3:], own): _use_log_axis(plot_lanes(rows, name, ax, by="step"), _wide)
     return fig
@@ -473,8 +489,7 @@ def _draw_episodes(ax: Any, rows: Sequence[Row]) -> None:
         ax.plot(*zip(*points), **look)
     for b in found:
         if b.lane not in curves: continue
-        x, y = min(zip(*curves[b.lane]), key=lambda point: abs(point[0] - b.at))
-        ax.plot(x, y, ls="", marker="X", ms=9, color=WINE, mec=text_color(ax), mew=.7, zorder=4)
+        x = _mark_rollback(ax, b, curves[b.lane])
         ax.annotate(f"lane {b.lane}: {b.reason} → {b.action}", (x, 1), (0, 2), xycoords=("data", "axes fraction"),
                     textcoords="offset points", ha="center", fontsize=9, color=text_color(ax))
         ax.axvline(x, color=WINE, lw=.8, ls=":")
