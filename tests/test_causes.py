@@ -811,3 +811,23 @@ def test_gradients_as_large_at_every_fifth_step_before_have_not_become_larger(ev
     steps = [SimpleNamespace(number=k) for k in norms]
     found = Findings(steps, [1.] * 60, onset=60, norms=norms)
     assert found.norms_rose == rose and found.usual_norm < (.4 if every == 1 else 2.1)
+
+
+@pytest.mark.filterwarnings("error:Casting complex values")
+def test_complex_weights_are_measured_with_their_imaginary_part():
+    torch.manual_seed(0)
+    spectral = nn.Parameter(torch.randn(17, dtype=torch.complex64) / 4)
+    net = nn.ParameterList([spectral])
+    opt, data = torch.optim.Adam(net.parameters(), .02), [torch.randn(8, 32) for _ in range(90)]
+    governor = Governor(net, opt)
+    def step(x):
+        opt.zero_grad()
+        loss = F.mse_loss(torch.fft.irfft(torch.fft.rfft(x) * spectral, n=32), x.roll(3, 1))
+        loss.backward()
+        opt.step()
+        return loss
+    for k, x in enumerate(data):
+        if k in (60, 70): opt.param_groups[0]["lr"] = 20. if k == 60 else .02
+        loss = governor.run(step, x)
+    assert [(r.action, r.cause) for r in governor.reports] == [("rollback", "rate")] and loss.item() < .5
+    assert governor.explain().cause == "rate"

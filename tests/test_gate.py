@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tiny import same, update
 
 from esper_nb.guard import Governor, GovernorConfig
-from esper_nb.guard.gate import GateConfig, NormHistory, UpdateGate, name_nonfinite, measure_norm
+from esper_nb.guard.gate import GateConfig, NormHistory, UpdateGate, measure_norm, name_largest, name_nonfinite
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -233,6 +233,9 @@ def test_sparse_complex_and_half_gradients():
     z = nn.Parameter(torch.ones(3, dtype=torch.complex64))
     z.grad = torch.tensor([3 + 4j, 0, 0])
     assert measure_norm([z.grad]) == 5
+    w = nn.Parameter(torch.ones(1))
+    w.grad = torch.tensor([4.])
+    assert name_largest(O.SGD([w, z], .1), {}) == "parameter 1 of group 0" # by its imaginary part, too
     z.grad[1] = complex(0, math.nan)
     assert name_nonfinite(O.SGD([z], .1), {}) == "parameter 0 of group 0"
     for dtype, size in ((torch.float16, 6e4), (torch.bfloat16, 1e18)):

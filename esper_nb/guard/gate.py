@@ -198,7 +198,9 @@ def name_largest(
     names: Mapping[int, str], # of parameters, by id
 ) -> str: # "" if there are no gradients
     "Return the name of the parameter with the largest gradient norm; of a sharded one its own shard counts."
-    def size(g): return float((g.to_local() if hasattr(g, "to_local") else g).float().norm())
+    def size(g):
+        mine = g.to_local() if hasattr(g, "to_local") else g
+        return float((mine if mine.is_complex() else mine.float()).norm())
     found = [(size(p.grad), i, j) for i, group in enumerate(optimizer.param_groups)
              for j, p in enumerate(group["params"]) if p.grad is not None]
     return _name_of(optimizer, names, *max(found)[1:]) if found else ""

@@ -344,7 +344,7 @@ class LayerWatch:
         total = 0.
         for name, p in self.params:
             if p.grad is None or id(p) not in mine: continue
-            size = float(torch.linalg.vector_norm(_local(p.grad).float()))
+            size = _size(_local(p.grad))
             total += size**2
             self._note(name, "gradient", size)
             self.then[name] = _local(p).clone()
@@ -358,8 +358,7 @@ class LayerWatch:
         for name, p in self.params:
             if name not in self.then: continue
             old = self.then.pop(name)
-            size = float(torch.linalg.vector_norm((_local(p) - old).float()))
-            self._note(name, "update", size / max(float(torch.linalg.vector_norm(old.float())), 1e-12))
+            self._note(name, "update", _size(_local(p) - old) / max(_size(old), 1e-12))
 
     def first_out(self, until: int) -> tuple[int, str, str] | None: # place of the step, layer, what
         "Return which layer has left its band first; a band is what it was before the failure."
@@ -378,7 +377,9 @@ class LayerWatch:
         at, _, _, layer, what = min(found)
         return at, layer, what
 
-def _rms(t: Tensor) -> float: return float(t.detach().float().square().mean().sqrt())
+def _rms(t: Tensor) -> float: return float(_wide(t.detach()).square().mean().sqrt())
+def _size(t: Tensor) -> float: return float(torch.linalg.vector_norm(_wide(t)))
+def _wide(t: Tensor) -> Tensor: return t.abs() if t.is_complex() else t.float()
 def _local(t: Tensor) -> Tensor: return t.detach().to_local() if hasattr(t, "to_local") else t.detach()
 
 # %% ../../nbs/guard/25_replay.ipynb #23aa0020
