@@ -925,3 +925,26 @@ def test_a_solved_task_is_left_alone_whose_rate_or_data_do_no_harm(rate, bad):
     alone, (guarded, governor) = solve(0, adam, rate, False, bad)[0], solve(0, adam, rate, True, bad)
     assert guarded <= max(2 * alone, .01) # bad batches may be left out
     if not bad: assert guarded == alone and not governor.reports
+
+@pytest.mark.parametrize("seed", [0, 4])
+def test_in_turns_a_few_enormous_losses_are_not_cleared_by_many_that_are_zero(seed):
+    "Weights after a rate that was far too high are surer than the old ones on most batches, and far off on the others."
+    world = torch.Generator().manual_seed(seed)
+    centers = 1.6 * torch.randn(6, 12, generator=world)
+    def draw():
+        y = torch.randint(6, (32,), generator=world)
+        return centers[y] + .9 * torch.randn(32, 12, generator=world), y
+    data, test = [draw() for _ in range(600)], [draw() for _ in range(330)][-30:]
+    torch.manual_seed(seed + 5)
+    net = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 6))
+    opt = torch.optim.Adam(net.parameters(), 3e-3)
+    governor = Governor(net, opt)
+    for k, (x, y) in enumerate(data):
+        if k in (300, 315): opt.param_groups[0]["lr"] = .9 if k == 300 else 3e-3
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        governor.watch(loss)
+        opt.step()
+    with torch.no_grad(): assert sum(F.cross_entropy(net(x), y).item() for x, y in test) / len(test) < .1
+    assert [r.action for r in governor.reports] == ["rollback"]

@@ -172,6 +172,7 @@ class RiseMonitor:
         if agree and blames_weights(live, old, rise, spread)[0]: return True
         if self._blames_spikes(): return True # most of these losses may be zero, and a few enormous
         sure = not self.late or len(live) >= FEW or bool((live < old).all())
+        sure = sure and not self._are_few_enormous()
         cleared = sure and self.rise > 0 and blames_weights(old + rise, live, rise, spread)[0]
         return False if cleared or TURN * len(live) >= max(16, patience) else None
 
@@ -180,10 +181,18 @@ class RiseMonitor:
         burst = next((i for i, loss in enumerate(self.losses) if loss <= self.limit), len(self.losses) - 1)
         return np.array(self.losses[max(burst if burst > 2 else 0, len(self.losses) - k):]) > self.limit
 
+    def _old_spikes(self) -> np.ndarray: # (k,) bool
+        "Which losses of the old weights are anomalies."
+        return np.array([x for turn in self.turns[1::2] for x in turn]) > on_scale(self.limit, self.linear)
+
+    def _are_few_enormous(self) -> bool:
+        "Whether only the live weights have anomalies, in losses that are too few so far to blame them for that."
+        old, spikes = self._old_spikes(), self._spikes(len(self.losses)).sum()
+        return self.suspect and len(old) < 2 * BACK and not old.any() and bool(spikes >= ANOMALIES)
+
     def _blames_spikes(self) -> bool:
         "Whether clearly more of the losses are anomalies with the live weights than with the old ones (Welch, 1947)."
-        old = np.array([x for turn in self.turns[1::2] for x in turn]) > on_scale(self.limit, self.linear)
-        live = self._spikes(len(self.losses))
+        old, live = self._old_spikes(), self._spikes(len(self.losses))
         if not self.suspect or min(len(old), len(live)) < BACK or live.sum() < ANOMALIES: return False
         return bool(live.mean() - old.mean() > 3 * (live.var() / len(live) + old.var() / len(old))**.5)
 
