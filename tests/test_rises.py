@@ -641,7 +641,7 @@ def test_what_a_rise_is_acted_on_for(cause, signs, fit, fallen, acts):
         assert slower or not acts or cause not in WEAK_CAUSES # else it would not have been looked for
         assert certain or not acts or found.ruined # nor anything, after many searches in vain
         return found
-    recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True), prove=prove,
+    recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True), can_prove=lambda c: True, prove=prove,
                                drop_proof=lambda: None)
     comparison = SimpleNamespace(fall=SimpleNamespace(has_happened=lambda t, config: fallen),
                                  calibration=SimpleNamespace(fit=fit), is_proven=fit > 1)
@@ -660,7 +660,7 @@ def test_after_an_explosion_with_a_sign_old_weights_that_do_no_better_do_not_end
     seen.begin(RiseMonitor(level=0., near=.1, spread=.1, reason=reason, x=[1.] * 100, losses=[2.7] * 100))
     comparison = SimpleNamespace(blames_live=lambda t: (False, 3.),
                                  fall=SimpleNamespace(has_nothing_to_lose=lambda t: False))
-    recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True))
+    recovery = SimpleNamespace(repairs=SimpleNamespace(repeatable=True), can_prove=lambda c: c.explain_steps > 0)
     updates = SimpleNamespace(have_signs=lambda good, unknown, rise, plays: signs, leapt=False)
     effects = RiseEffects(run, seen, comparison, recovery, updates)
     assert effects.compare(Moment(loss=2.7), GovernorConfig(explain_steps=steps)) == ((), move)
@@ -948,3 +948,16 @@ def test_in_turns_a_few_enormous_losses_are_not_cleared_by_many_that_are_zero(se
         opt.step()
     with torch.no_grad(): assert sum(F.cross_entropy(net(x), y).item() for x, y in test) / len(test) < .1
     assert [r.action for r in governor.reports] == ["rollback"]
+
+@pytest.mark.parametrize("options", [dict(explain_steps=0), dict(proof=False)], ids=str)
+def test_a_small_difference_of_means_undoes_nothing_where_no_replay_may_prove_it(options):
+    "It is a sign that may be chance in one of fifty looks: without a search for the cause it is not asked for."
+    run, seen = GuardedRun.of([nn.Linear(1, 1)]), RiseObservation()
+    run.good.take([0])
+    seen.begin(RiseMonitor(level=0., near=.1, spread=.1, suspect=True, x=[0.] * 100, losses=[1.] * 100))
+    comparison = SimpleNamespace(blames_live=lambda t: (False, 1.), is_worse_on_average=lambda limit: True)
+    config = GovernorConfig(**options)
+    recovery = Recovery(run, SimpleNamespace(repeatable=True), list, nullcontext)
+    effects = RiseEffects(run, seen, comparison, recovery, SimpleNamespace())
+    assert effects.compare(Moment(loss=1.), config) == ((), PhaseMove.BACK)
+    assert effects.compare(Moment(loss=1.), GovernorConfig()) == ((), PhaseMove.BLAMED)

@@ -136,8 +136,8 @@ from .resume import (TensorProof as TensorProof, prove_tensor as prove_tensor, P
     prove_parts as prove_parts, StreamState as StreamState, read_streams as read_streams, leads_to as leads_to,
     ResumeCheck as ResumeCheck, compare_parts as compare_parts, prove_state as prove_state,
     check_resume as check_resume, ResumeWatch as ResumeWatch)
-from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, ANOMALIES as ANOMALIES, FLIPS as FLIPS,
-    BY_CHANCE as BY_CHANCE, blames_weights as blames_weights, pair_turns as pair_turns,
+from .rises import (TURN as TURN, FEW as FEW, BACK as BACK, ANOMALIES as ANOMALIES, MANY_BATCHES as MANY_BATCHES,
+    FLIPS as FLIPS, BY_CHANCE as BY_CHANCE, blames_weights as blames_weights, pair_turns as pair_turns,
     is_clearly_above as is_clearly_above, is_worse_on_average as is_worse_on_average, RiseMonitor as RiseMonitor,
     monitor_rise as monitor_rise, anomaly_limit as anomaly_limit, fall_of as fall_of, Calibration as Calibration)
 from .shadows import (NEAREST as NEAREST, RARE as RARE, SOME as SOME, shapes_of as shapes_of,

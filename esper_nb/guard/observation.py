@@ -33,7 +33,7 @@ from .reports import GovernorConfig, Report
 from .responses import (
     GuardedRun, Moment, SameBatches, SingleRun, clocks_of, expect_blanks, not_exchanged, patience_of)
 from .rises import (
-    BACK, MANY, Calibration, RiseMonitor, anomaly_limit, is_clearly_above, is_worse_on_average, monitor_rise)
+    BACK, MANY_BATCHES, Calibration, RiseMonitor, anomaly_limit, is_clearly_above, is_worse_on_average, monitor_rise)
 from .snapshots import SavedState, Snapshot
 from .writes import HookOf
 
@@ -410,7 +410,7 @@ class RunComparison:
         "Whether the live weights have the higher mean on many recorded batches, though they may do well on most."
         if not self.recorded: return False
         linear = self.run.verdicts.linear
-        now, before = self.same.losses(None, evaluate=lambda: self.repairs.evaluate(MANY))
+        now, before = self.same.losses(None, evaluate=lambda: self.repairs.evaluate(MANY_BATCHES))
         return is_worse_on_average(off_scale(now[:, 0], linear), off_scale(before[:, 0], linear), limit)
 
     def _has_learnt(self, losses: np.ndarray) -> bool: # (k, 1)
@@ -498,7 +498,7 @@ class RiseEffects:
         over = t.is_over()
         if not over and self.recovery.repairs.repeatable and len(t.x) < 2 * patience_of(config): # bad batches may end
             return (), PhaseMove.WAIT
-        if t.suspect and self.comparison.is_worse_on_average(t.limit):
+        if t.suspect and self.recovery.can_prove(config) and self.comparison.is_worse_on_average(t.limit):
             t.doubtful = True
             return (), PhaseMove.BLAMED
         if over: return (), PhaseMove.BACK
@@ -512,9 +512,8 @@ class RiseEffects:
         """Whether a replay may know what a comparison does not: after an explosion with a sign beside the loss, or a
         rate far above all before, the old weights may do worse only because they are old, or the live ones be far off
         on a few batches."""
-        searched = self.recovery.repairs.repeatable and config.explain_steps and config.proof
-        exploded = t.has_exploded and self.have_signs(config, unknown=False)
-        return bool(searched and (exploded or self.updates.leapt))
+        if not self.recovery.can_prove(config): return False
+        return self.updates.leapt or t.has_exploded and self.have_signs(config, unknown=False)
 
     def give_up(self):
         "The run is to begin again from a state that knows nothing, at a lower learning rate."
@@ -531,7 +530,7 @@ class RiseEffects:
         network that had learnt knows nothing any more, the loss is a thousand times its level, or it has been shown to
         measure the weights of this run, and something beside it speaks against them. The same sign is asked for where
         the cure is a smaller step: that stays near the old weights whatever the loss says."""
-        if not (self.recovery.repairs.repeatable and config.explain_steps and config.proof): return (), PhaseMove.PROVED
+        if not self.recovery.can_prove(config): return (), PhaseMove.PROVED
         t, comparison = self.rise, self.comparison
         fallen = comparison.fall.has_happened(t, config)
         signs = self.have_signs(config, unknown=True)
@@ -723,7 +722,7 @@ class RunCheckup:
     def is_ruined_a_little(self, config: GovernorConfig) -> bool:
         "Whether something was done to the run since the good state, and old weights are better on average."
         run, good = self.run, self.run.good.at().batch
-        if run.ranks or not (patience_of(config) and self.recovery.repairs.keeps_batches): return False
+        if run.ranks or not (patience_of(config) and self.recovery.can_prove(config)): return False
         if self.state.updates.latest_between(good, run.losses.watched) is None: return False
         limit, comparison = anomaly_limit(run.verdicts.stats, config), self.comparison
         if not comparison.is_yardstick(config) or not comparison.is_worse_on_average(limit): return False

@@ -500,6 +500,10 @@ class Recovery:
         if not dry.exact: self.run.log.remark("replay", f"no step is run twice: {dry.why}")
         return dry.exact
 
+    def can_prove(self, config: GovernorConfig) -> bool: # settings of the run
+        "Whether a replay can show why a loss has risen, and is asked before anything is undone."
+        return bool(self.repairs.repeatable and config.explain_steps and config.proof)
+
     def prove(
         self,
         report: Report | None, # of the comparison

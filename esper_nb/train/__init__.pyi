@@ -1,9 +1,4 @@
 # What train offers to other packages; written by `python scripts/notebooks.py door`
-from .tables import (MANY as MANY, GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS,
-    HALF as HALF, SIGNS as SIGNS, QUOTES as QUOTES, SPACES as SPACES, MOST_LINES as MOST_LINES, FENCE as FENCE,
-    SLIPS as SLIPS, MIDDLES as MIDDLES, CODED as CODED, MOST_WORDS as MOST_WORDS, Table as Table,
-    read_frame as read_frame, Column as Column, columns_of as columns_of, as_days as as_days,
-    as_numbers as as_numbers, best_numbers as best_numbers, Preparation as Preparation)
 from .ablation import (for_all_lanes as for_all_lanes, lane_inputs as lane_inputs, label_counts as label_counts,
     Tally as Tally, EvalResult as EvalResult, lane_span as lane_span, tally_result as tally_result,
     evaluate as evaluate, count_players as count_players, contributions as contributions,
@@ -65,6 +60,11 @@ from .population import (Forecaster as Forecaster, MIXED_BYTES as MIXED_BYTES, S
     sum_and_best as sum_and_best)
 from .stepper import (StepInfo as StepInfo, Stepper as Stepper, LaneScaler as LaneScaler,
     check_power_of_two as check_power_of_two, SharedStep as SharedStep, Layout as Layout, Measurement as Measurement)
+from .tables import (GAPS as GAPS, MISSING as MISSING, UNSEEN as UNSEEN, MOST as MOST, DAYS as DAYS, HALF as HALF,
+    MANY as MANY, SIGNS as SIGNS, QUOTES as QUOTES, SPACES as SPACES, MOST_LINES as MOST_LINES, FENCE as FENCE,
+    SLIPS as SLIPS, MIDDLES as MIDDLES, CODED as CODED, MOST_WORDS as MOST_WORDS, Table as Table,
+    read_frame as read_frame, Column as Column, columns_of as columns_of, as_days as as_days,
+    as_numbers as as_numbers, best_numbers as best_numbers, Preparation as Preparation)
 from .tasks import (FEW_CLASSES as FEW_CLASSES, SOURCES as SOURCES, split_lanes as split_lanes,
     lane_cross_entropy as lane_cross_entropy, class_counts as class_counts, correct_counts as correct_counts,
     accuracy_pp as accuracy_pp, check_fit as check_fit, Task as Task, register_task as register_task,
