@@ -408,7 +408,7 @@ class RunComparison:
         limit: float, # of a loss; batches on which old weights lose more say nothing
     ) -> bool:
         "Whether the live weights have the higher mean on many recorded batches, though they may do well on most."
-        if not self.recorded: return False
+        if not (self.recorded and self.repairs.are_functions): return False
         linear = self.run.verdicts.linear
         now, before = self.same.losses(None, evaluate=lambda: self.repairs.evaluate(MANY_BATCHES))
         return is_worse_on_average(off_scale(now[:, 0], linear), off_scale(before[:, 0], linear), limit)
@@ -478,6 +478,7 @@ class RiseEffects:
         "Begin to observe a rise, with the loss that showed it, and note it."
         verdicts, reason = self.run.verdicts, m.reasons[0]
         monitor = monitor_rise(verdicts.stats, config, reason, m.before)
+        monitor.slight = m.slight
         monitor.add(float(on_scale(m.loss, verdicts.linear)), m.loss)
         self.observed.begin(monitor)
         self.note("wait", reason, m.loss, config)
@@ -499,7 +500,7 @@ class RiseEffects:
         if not over and self.recovery.repairs.repeatable and len(t.x) < 2 * patience_of(config): # bad batches may end
             return (), PhaseMove.WAIT
         if t.suspect and self.recovery.can_prove(config) and self.comparison.is_worse_on_average(t.limit):
-            t.doubtful = True
+            t.doubtful = t.slight = True
             return (), PhaseMove.BLAMED
         if over: return (), PhaseMove.BACK
         if not self.comparison.fall.has_nothing_to_lose(t):
@@ -547,7 +548,7 @@ class RiseEffects:
             return (), PhaseMove.PROVED
         self.observed.say(f"no cause is proved ({found.why}), so nothing is undone")
         self.recovery.drop_proof()
-        return (), PhaseMove.CLEARED
+        return (), PhaseMove.BACK if t.slight and t.is_over() else PhaseMove.CLEARED
 
     def go_on(self, m: Moment, config: GovernorConfig) -> EffectResult:
         "Observe on: old and live weights were far off alike, so the data are bad."
@@ -622,6 +623,7 @@ class RunCheckup:
         self.run, self.observed, self.comparison = run, observed, comparison
         self.recovery, self.state = recovery, state
         self.course = LossCourse()
+        self.asked_from = -1 # batch of the good state that was last compared on average
 
     @property
     def updated(self) -> bool:
@@ -715,7 +717,7 @@ class RunCheckup:
             run.log.file(replace(report, action="noted", why=text))
         due = comparison.calibration.is_due()
         if not comparison.recorded or run.good.at().batch == run.losses.watched: return None
-        if self.is_ruined_a_little(config): return Moment(loss=run.losses.recent[-1], reasons={0: "rise"})
+        if self.is_ruined_a_little(config): return Moment(loss=run.losses.recent[-1], reasons={0: "rise"}, slight=True)
         if due: comparison.calibrate()
         return None
 
@@ -725,8 +727,9 @@ class RunCheckup:
         if run.ranks or not (patience_of(config) and self.recovery.can_prove(config)): return False
         if self.state.updates.latest_between(good, run.losses.watched) is None: return False
         limit, comparison = anomaly_limit(run.verdicts.stats, config), self.comparison
-        if not comparison.is_yardstick(config) or not comparison.is_worse_on_average(limit): return False
-        return self.observed.looks_from(good)
+        if self.asked_from == good or not comparison.is_yardstick(config): return False
+        self.asked_from = good
+        return comparison.is_worse_on_average(limit)
 
     def sizes(self) -> None:
         "Return that nobody asks how large the weights of a single run are."

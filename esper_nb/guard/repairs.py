@@ -236,6 +236,11 @@ class Repairs:
         "Whether all recorded steps can be called now: the body of a loop, where its loop asks for a batch, and stays."
         return all([getattr(s.step, "ready", True) and not s.leaves for s in self.recorder.steps])
 
+    @property
+    def are_functions(self) -> bool:
+        "Whether all recorded steps are: the body of a loop may do more at some batches, such as to thaw a layer."
+        return not any([hasattr(s.step, "ready") for s in self.recorder.steps])
+
     def follow_step(self, step: Callable[[Any], Any]): # of the loop
         "Find what a step reads beside its batch, and record it with the state from now on."
         footprint = Footprint.of(step, self.snapshot.objects.values())

@@ -258,6 +258,7 @@ class Moment(NamedTuple):
     before: Sequence[float] = () # losses that the level is not above
     cuts: int = 0 # of the learning rate that are due at once: the run would meet the same end again
     only: str = "" # the action, where no other can help; empty: to be chosen
+    slight: bool = False # no loss shows it, only a comparison of means
 
     def of_state(
         self,

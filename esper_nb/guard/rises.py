@@ -100,6 +100,7 @@ class RiseMonitor:
     late: bool = False # the comparison began when the loss was back: any difference that is sure will do
     cuts: int = 0 # of the learning rate that are due with a rollback
     doubtful: bool = False # old weights are better, but by less than the rise: only a strong proof counts
+    slight: bool = False # they are so on average alone: no loss shows it
     pause: int = 0 # losses of the live weights before which nothing is compared again
     worthless: bool = False # something was done to the run, and its weights do worse than untrained ones since
 
