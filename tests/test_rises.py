@@ -882,14 +882,19 @@ def test_a_rate_that_leapt_is_found_where_older_weights_cannot_do_better():
     assert sum(losses[-20:]) < 1.05 * sum(losses[120:140])
 
 
+def clouds(seed, classes):
+    "Batches of points that a small network tells apart: 600 to train on, 60 to test with."
+    world = torch.Generator().manual_seed(seed)
+    centers = 1.6 * torch.randn(classes, 12, generator=world)
+    def draw():
+        y = torch.randint(classes, (32,), generator=world)
+        return centers[y] + .9 * torch.randn(32, 12, generator=world), y
+    batches = [draw() for _ in range(660)]
+    return batches[:600], batches[600:]
+
 def solve(seed, optimizer, rate, guarded, bad=()):
     "Train a classifier that soon solves its task, raise its rate for 15 batches; losses of test batches, Governor."
-    world = torch.Generator().manual_seed(seed)
-    centers = 1.6 * torch.randn(4, 12, generator=world)
-    def draw():
-        y = torch.randint(4, (32,), generator=world)
-        return centers[y] + .9 * torch.randn(32, 12, generator=world), y
-    data, test = [draw() for _ in range(600)], [draw() for _ in range(60)]
+    data, test = clouds(seed, 4)
     torch.manual_seed(seed + 5)
     net = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 4))
     opt = optimizer(net.parameters())
@@ -929,12 +934,7 @@ def test_a_solved_task_is_left_alone_whose_rate_or_data_do_no_harm(rate, bad):
 @pytest.mark.parametrize("seed", [0, 4])
 def test_in_turns_a_few_enormous_losses_are_not_cleared_by_many_that_are_zero(seed):
     "Weights after a rate that was far too high are surer than the old ones on most batches, and far off on the others."
-    world = torch.Generator().manual_seed(seed)
-    centers = 1.6 * torch.randn(6, 12, generator=world)
-    def draw():
-        y = torch.randint(6, (32,), generator=world)
-        return centers[y] + .9 * torch.randn(32, 12, generator=world), y
-    data, test = [draw() for _ in range(600)], [draw() for _ in range(330)][-30:]
+    data, test = clouds(seed, 6)
     torch.manual_seed(seed + 5)
     net = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 6))
     opt = torch.optim.Adam(net.parameters(), 3e-3)

@@ -420,6 +420,7 @@ class Gap(NamedTuple):
 
 RUINED = Gap(math.inf, math.inf)
 LONGER = 4 # times as many, where most losses of a failure are fine, and a few far off
+
 def shows_in_few(
     losses: Sequence[float], # of a failure
     older: Sequence[float], # before it; finite

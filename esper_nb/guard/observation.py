@@ -395,9 +395,9 @@ class RunComparison:
         rise = 0. if t.is_over() else t.rise / 2 if self.recorded else t.rise # on the same batches less is sure
         if self.recorded:
             better = self.same.blames(before, now, np.zeros(1))[0]
-            learnt = better and self._has_learnt(now) # from the latest batches
+            if better and self._has_learnt(now): return False, old_loss # from the latest batches
             if better: now, before = now[:0], before[:0]
-            if not learnt: now, before = np.concatenate([(now, before), self._on_early(t)], 1) # where damage shows, too
+            now, before = np.concatenate([(now, before), self._on_early(t)], 1) # where damage shows, too
         blamed = bool(self.same.blames(now, before, np.array([rise]))[0])
         if not blamed and self.recorded and self.fall.knows_little(t): # any weights that know more are better
             t.doubtful = blamed = bool(self.same.blames(now, before, np.zeros(1))[0])
